@@ -1,0 +1,138 @@
+"""One language model with its KV cache: feed tokens, read logits and hidden states at the positions that matter."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from diversed.engine.cache import SlotCache
+
+PREFILL_CHUNK = 1024  # prompt tokens per forward pass: bounds the memory of masks and activations
+
+
+class Decoder:
+    """A causal LM over a batch of sequences. ``lengths`` (one per row) says how much of each is cached."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, vocab_size: int) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+        self.device = model.get_input_embeddings().weight.device
+        self.cache = SlotCache(batch, self.device)
+        self._config = model.config.get_text_config(decoder=True)
+        self._cache_keyword = cache_keyword(model)
+        self._embeddings = model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.cache.lengths
+
+    @lengths.setter
+    def lengths(self, value: Tensor) -> None:
+        """Smaller lengths roll back, larger ones keep what :meth:`feed` just wrote."""
+        self.cache.lengths = value
+
+    @torch.inference_mode()
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Cache whole sequences into an empty cache. No logits."""
+        longest = max(map(len, prompts))
+        for start in range(0, longest, PREFILL_CHUNK):
+            chunk = [ids[start : start + PREFILL_CHUNK] for ids in prompts]
+            width = max(map(len, chunk))
+            tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in chunk], device=self.device)
+            self.feed(tokens, torch.zeros(len(chunk), 0, dtype=torch.long, device=self.device))
+            self.lengths = self.lengths + torch.tensor([len(ids) for ids in chunk], device=self.device)
+
+    @torch.inference_mode()
+    def feed(self, tokens: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Run tokens [B, T], right-padded, behind each row's cached ones. Leaves ``lengths`` alone.
+
+        Args:
+            at: [B, K], which of the T positions to read.
+
+        Returns:
+            logits [B, K, V] in float32 and hidden states [B, K, H], those that enter the output layer.
+        """
+        slots = self.cache.place(tokens.shape[1])
+        # Padding can stand beyond the context of a model with learned positions: any legal position will do there.
+        context = context_length(self.model)
+        positions = slots if context is None else slots.clamp(max=context - 1)
+        # A token the draft has no embedding for (a special token of the target alone) is fed as its last one.
+        tokens = tokens.clamp(max=self._embeddings - 1)
+        seen: list[Tensor] = []
+
+        def select(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            hidden = args[0]
+            rows = at.to(hidden.device).unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+            seen.append(hidden.gather(1, rows))
+            return (seen[0], *args[1:])
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
+        try:
+            kwargs = {self._cache_keyword: self.cache}
+            logits = self.model(
+                input_ids=tokens, position_ids=positions, attention_mask=self._masks(), use_cache=True, **kwargs
+            ).logits
+        finally:
+            hook.remove()
+        return align_vocabulary(logits.float(), self.vocab_size), seen[0]
+
+    def _masks(self) -> Tensor | dict[str, Tensor]:
+        """The explicit attention mask, one per kind of layer where the model mixes kinds."""
+        window = getattr(self._config, "sliding_window", None)
+        kinds = set(getattr(self._config, "layer_types", None) or [])
+        if not kinds:
+            uses_window = window is not None and getattr(self._config, "use_sliding_window", True)
+            return self._finish(self.cache.mask(window if uses_window else None))
+        windows = {"full_attention": None, "sliding_attention": window}
+        masks = {kind: self._finish(self.cache.mask(windows[kind])) for kind in kinds}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _finish(self, allowed: Tensor) -> Tensor:
+        """Boolean for SDPA, additive for eager attention."""
+        if self._config._attn_implementation == "sdpa":
+            return allowed
+        dtype = self.model.dtype
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def align_vocabulary(logits: Tensor, size: int) -> Tensor:
+    """Cut padding rows off, or give tokens the model does not know no mass: [..., any] -> [..., size]."""
+    if logits.shape[-1] >= size:
+        return logits[..., :size]
+    return torch.nn.functional.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """The most positions a model takes, or None where its config does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """transformers 5.24 renamed the argument ``past_key_values`` to ``cache``."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def check_supported(model: PreTrainedModel, role: str) -> None:
+    """Raise ValueError where the cache of ``model`` cannot be rolled back or masked the way this engine does."""
+    config = model.config.get_text_config(decoder=True)
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{role}: {name} is an encoder-decoder; use a causal (decoder-only) language model")
+    unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if unknown or getattr(model, "_is_stateful", False):
+        kinds = ", ".join(sorted(unknown)) or "a recurrent state"
+        raise ValueError(
+            f"{role}: {name} has layers ({kinds}) whose cache cannot be rolled back after a rejected draft; "
+            "use a model with full or sliding-window attention only"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{role}: attention implementation {config._attn_implementation!r} takes no explicit mask; "
+            "load the model with attn_implementation='sdpa' or 'eager'"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{role}: {name} has no output layer; load it with AutoModelForCausalLM")

@@ -1,0 +1,173 @@
+"""A target and a draft model that speak the same vocabulary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from diversed.engine.decoder import check_supported, context_length
+
+# Two tokenizers that agree on every token may still split text differently: they must agree on this as well.
+PROBE = "Dr. Müller's café sold 1,234 loaves at 3.50 € — naïve? if x == 10: return [0.5, -2]\n\tEND 東京"
+
+
+@dataclass
+class ModelPair:
+    """Target, draft and their tokenizer. The two models may be of different families, dtypes and devices.
+
+    Args:
+        target, draft: causal language models of transformers with full or sliding-window attention.
+        tokenizer: theirs; may be None where prompts come as ``input_ids``.
+        target_name, draft_name: what heads and results call them; taken from the models' configs where empty.
+
+    Raises:
+        ValueError: a model whose cache cannot be rolled back, or vocabularies that do not fit.
+    """
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None = None
+    target_name: str = ""
+    draft_name: str = ""
+
+    def __post_init__(self) -> None:
+        check_supported(self.target, "target")
+        check_supported(self.draft, "draft")
+        self.target.eval()
+        self.draft.eval()
+        self.target_name = self.target_name or self.target.config._name_or_path or type(self.target).__name__
+        self.draft_name = self.draft_name or self.draft.config._name_or_path or type(self.draft).__name__
+        rows = self.target.get_output_embeddings().weight.shape[0]
+        # Sizes are often padded for speed; rows beyond the tokenizer were never trained.
+        self.vocab_size = min(rows, len(self.tokenizer)) if self.tokenizer is not None else rows
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: str | Path,
+        *,
+        dtype: torch.dtype | str = "auto",
+        device_map: Any = None,
+        draft_device_map: Any = None,
+        **kwargs: Any,
+    ) -> ModelPair:
+        """Load both models and check that they share a tokenizer.
+
+        Args:
+            target, draft: Hub ids or folders, or GGUF files (``folder/model.gguf`` or ``user/repo/model.gguf``,
+                dequantised on loading; needs the extra ``gguf``).
+            dtype: of both models; verification always runs in float32.
+            device_map: as in transformers (needs accelerate); ``draft_device_map`` where the draft goes elsewhere.
+            kwargs: passed on to ``AutoModelForCausalLM.from_pretrained`` for both.
+        """
+        tokenizer = load_tokenizer(target, "target")
+        check_same_tokenizer(tokenizer, load_tokenizer(draft, "draft"), str(target), str(draft))
+        draft_map = device_map if draft_device_map is None else draft_device_map
+        return cls(
+            load_model(target, "target", dtype=dtype, device_map=device_map, **kwargs),
+            load_model(draft, "draft", dtype=dtype, device_map=draft_map, **kwargs),
+            tokenizer,
+            target_name=str(target),
+            draft_name=str(draft),
+        )
+
+    @classmethod
+    def embedded(cls, *, dtype: torch.dtype = torch.float32) -> ModelPair:
+        """The pair inside the package: two small Llama models that solve word problems. No download."""
+        from diversed.pairs import DRAFT, TARGET
+
+        pair = cls.from_pretrained(TARGET, DRAFT, dtype=dtype)
+        pair.target_name, pair.draft_name = "diversed/embedded-target", "diversed/embedded-draft"
+        return pair
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that both models can hold, or None where neither config says."""
+        known = [c for c in (context_length(self.target), context_length(self.draft)) if c is not None]
+        return min(known, default=None)
+
+    @property
+    def hidden_sizes(self) -> tuple[int, int]:
+        """Sizes of the hidden states that enter the two output layers: what a head sees."""
+        return self.target.get_output_embeddings().weight.shape[1], self.draft.get_output_embeddings().weight.shape[1]
+
+    @property
+    def vocabulary_hash(self) -> str | None:
+        """SHA-256 over the sorted vocabulary, 16 hex digits; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+
+    def describe(self) -> dict[str, str]:
+        """What a head's config records of its pair."""
+        return {"target": self.target_name, "draft": self.draft_name, "vocabulary_hash": self.vocabulary_hash or ""}
+
+
+def split_gguf(source: str | Path) -> tuple[str, dict[str, str]]:
+    """``folder/model.gguf`` to (folder, {"gguf_file": "model.gguf"}); anything else to (source, {})."""
+    text = str(source)
+    if text.endswith(".gguf"):
+        folder, _, file = text.rpartition("/")
+        return folder or ".", {"gguf_file": file}
+    return text, {}
+
+
+def load_tokenizer(source: str | Path, role: str) -> PreTrainedTokenizerBase:
+    folder, gguf = split_gguf(source)
+    with clear_load_error(source, role):
+        return AutoTokenizer.from_pretrained(folder, **gguf)  # type: ignore[no-any-return]
+
+
+def load_model(source: str | Path, role: str, **kwargs: Any) -> PreTrainedModel:
+    folder, gguf = split_gguf(source)
+    if gguf and kwargs.get("dtype") == "auto":
+        kwargs["dtype"] = torch.float32  # what dequantising gives; "auto" has no answer here
+    with clear_load_error(source, role):
+        return AutoModelForCausalLM.from_pretrained(folder, **gguf, **kwargs)  # type: ignore[no-any-return]
+
+
+class clear_load_error:
+    """Turn the long errors of a failed download or a missing folder into one that names the argument."""
+
+    def __init__(self, source: str | Path, role: str) -> None:
+        self.source, self.role = source, role
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, OSError | ImportError | ValueError):
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else kind.__name__
+            raise ValueError(
+                f"{self.role}={str(self.source)!r} cannot be loaded ({reason}). "
+                "Give a folder with a transformers model, a GGUF file, or a Hub id that this machine can reach."
+            ) from error
+
+
+def check_same_tokenizer(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, target_name: str, draft_name: str
+) -> None:
+    """Raise ValueError unless both map text to the same ids. Either may know extra tokens the other lacks."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    by_id = {i: token for token, i in theirs.items()}
+    reason = None
+    for token, i in ours.items():
+        if theirs.get(token, i) != i or by_id.get(i, token) != token:
+            reason = f"id {i} is {token!r} for the target and {by_id.get(i)!r} for the draft"
+            break
+    if reason is None:
+        a, b = (t.encode(PROBE, add_special_tokens=False) for t in (target, draft))
+        if a != b:
+            reason = "they split the same text differently"
+    if reason is not None:
+        raise ValueError(
+            f"draft={draft_name!r} has another tokenizer than target={target_name!r}: {reason}. "
+            "Choose a draft of the target's own family."
+        )

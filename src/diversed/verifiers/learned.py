@@ -1,0 +1,210 @@
+"""The learned verifier: a small head that sets the ensemble weight at each position, and its life on the Hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from torch import Tensor, nn
+
+from diversed.verification import total_variation, verification_distribution
+from diversed.verifiers.ensemble import check_fraction, log_odds, scale_odds
+
+NUM_FEATURES = 3
+
+MODEL_CARD = """---
+{{ card_data }}
+---
+
+# An ensemble head for relaxed speculative decoding
+
+A [diversed](https://github.com/diversed/diversed) head. It sets, at each position, how far the verifier of
+speculative decoding leans on the target model (weight 1: lossless) or lets the draft model have its way
+(weight 0), from the hidden states of both. It fits one pair of models and one task; loading it onto another pair
+is an error.
+
+| | |
+| --- | --- |
+| target | {{ pair.target | default("not recorded", true) }} |
+| draft | {{ pair.draft | default("not recorded", true) }} |
+| task | {{ task | default("not recorded", true) }} |
+
+{% if figures %}## Measured
+
+| | |
+| --- | --- |
+{% for key, value in figures.items() %}| {{ key }} | {{ value }} |
+{% endfor %}{% endif %}
+{% if training %}## Training
+
+| | |
+| --- | --- |
+{% for key, value in training.items() %}| {{ key }} | {{ value }} |
+{% endfor %}{% endif %}
+## Use
+
+```python
+from diversed import LearnedEnsemble, ModelPair, generate
+
+pair = ModelPair.from_pretrained("{{ pair.target }}", "{{ pair.draft }}")
+verifier = LearnedEnsemble.from_pretrained("{{ repo_id | default("this/folder", true) }}").at(quality=0.5)
+generate(pair, ["..."], verifier=verifier)
+```
+"""
+
+
+def closed_form_features(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """Target entropy in nats, TV(p, q) and whether the top tokens agree: [..., V] -> [..., 3], a function of the
+    prefix alone."""
+    entropy = -torch.special.xlogy(target_probs, target_probs).sum(-1)
+    agree = (target_probs.argmax(-1) == draft_probs.argmax(-1)).to(entropy.dtype)
+    return torch.stack([entropy, total_variation(target_probs, draft_probs), agree], -1)
+
+
+class EnsembleHead(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="diversed",
+    tags=["speculative-decoding"],
+    license="apache-2.0",
+    model_card_template=MODEL_CARD,
+):
+    """Log-odds of the ensemble weight from the hidden states of both models that predict a position.
+
+    The paper's head is one linear layer on [h_target; h_draft] (Wang et al. 2026, section 4). ``mlp_size`` puts one
+    hidden layer in between, ``features`` appends :func:`closed_form_features`. Inputs are standardised first; the
+    head starts at ``initial_weight`` everywhere. Parameters stay in float32 whatever the models' dtype, or small
+    steps of training would be lost to rounding.
+
+    Args:
+        target_hidden_size, draft_hidden_size: sizes of the last hidden states.
+        mlp_size: units of the hidden layer; 0 for the linear head.
+        features: whether the closed-form features join the input.
+        initial_weight: ensemble weight of the untrained head, strictly between 0 and 1.
+        pair: ``{"target": name, "draft": name, "vocabulary_hash": hash}`` of the pair it is made for.
+        task, training, figures: what it was trained on, how, and what was measured; for the config and model card.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(
+        self,
+        target_hidden_size: int,
+        draft_hidden_size: int,
+        mlp_size: int = 0,
+        features: bool = False,
+        initial_weight: float = 0.5,
+        pair: dict[str, str] | None = None,
+        task: str | None = None,
+        training: dict[str, Any] | None = None,
+        figures: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 < check_fraction("initial_weight", initial_weight) < 1:
+            raise ValueError(f"initial_weight={initial_weight} must lie strictly between 0 and 1")
+        self.target_hidden_size, self.draft_hidden_size = target_hidden_size, draft_hidden_size
+        self.features = features
+        self.pair, self.task = pair or {}, task
+        self.training_settings, self.figures = training or {}, figures or {}
+        size = target_hidden_size + draft_hidden_size + NUM_FEATURES * features
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("scale", torch.ones(size))
+        if mlp_size:
+            self.body: nn.Module = nn.Sequential(nn.Linear(size, mlp_size), nn.GELU())
+        else:
+            self.body = nn.Identity()
+        self.out = nn.Linear(mlp_size or size, 1)
+        nn.init.zeros_(self.out.weight)
+        nn.init.constant_(self.out.bias, log_odds(initial_weight))
+
+    def inputs(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+        """What the head looks at, [..., size] in float32, before standardising."""
+        parts = [target_hidden.float(), draft_hidden.float()]
+        if self.features:
+            parts.append(closed_form_features(target_probs.float(), draft_probs.float()))
+        return torch.cat(parts, -1)
+
+    @torch.no_grad()
+    def fit_normalisation(self, inputs: Tensor) -> None:
+        """Standardise by the mean and deviation of a sample of inputs [M, size]."""
+        self.mean.copy_(inputs.mean(0))
+        self.scale.copy_(inputs.std(0).clamp_min(1e-4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Log-odds of the weight, [..., size] -> [...]."""
+        standardised = (inputs - self.mean) / self.scale
+        return self.out(self.body(standardised)).squeeze(-1)  # type: ignore[no-any-return]
+
+    def generate_model_card(self, *args: Any, **kwargs: Any) -> Any:
+        details = dict(pair=self.pair, task=self.task, training=self.training_settings, figures=self.figures)
+        return super().generate_model_card(*args, **details, **kwargs)
+
+
+@dataclass(frozen=True)
+class LearnedEnsemble:
+    """nu = w p + (1 - w) q with w = sigmoid(head + log-odds of quality) at each position.
+
+    ``same_names=False`` lets the head serve a pair of other names, say a renamed folder; sizes and vocabulary must
+    fit all the same.
+    """
+
+    head: EnsembleHead
+    quality: float = 0.5
+    same_names: bool = True
+
+    def __post_init__(self) -> None:
+        check_fraction("quality", self.quality)
+
+    def __call__(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+        weight = self.weight(target_probs, draft_probs, target_hidden, draft_hidden)
+        return verification_distribution(target_probs, draft_probs, weight)
+
+    def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+        head = self.head
+        logits = head(head.inputs(target_probs, draft_probs, target_hidden, draft_hidden))
+        # Adding log-odds is scale_odds in a form that keeps precision when the head saturates.
+        if 0 < self.quality < 1:
+            return torch.sigmoid(logits + log_odds(self.quality)).to(target_probs.dtype)
+        return scale_odds(torch.sigmoid(logits), self.quality).to(target_probs.dtype)
+
+    def at(self, *, quality: float) -> LearnedEnsemble:
+        """The same head with the odds of its weight scaled: 0.5 as trained, 1 lossless, 0 takes every draft."""
+        return replace(self, quality=check_fraction("quality", quality))
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, *, same_names: bool = True, **kwargs: Any) -> Self:
+        """Load a head from a folder or the Hub (``model.safetensors`` and ``config.json``)."""
+        head = EnsembleHead.from_pretrained(source, **kwargs)
+        return cls(head.eval().requires_grad_(False), same_names=same_names)
+
+    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
+        """Write ``model.safetensors``, ``config.json`` and the model card."""
+        self.head.save_pretrained(folder, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Upload what :meth:`save_pretrained` writes."""
+        return self.head.push_to_hub(repo_id, **kwargs)
+
+    def check_fits(self, *, target: str, draft: str, hidden_sizes: tuple[int, int], vocabulary_hash: str | None) -> None:
+        """Raise ValueError, naming both pairs, where the head was made for another pair."""
+        made = self.head.pair
+        sizes = (self.head.target_hidden_size, self.head.draft_hidden_size)
+        differs = []
+        if sizes != hidden_sizes:
+            differs.append(f"hidden sizes {sizes} against {hidden_sizes}")
+        if vocabulary_hash and made.get("vocabulary_hash", vocabulary_hash) != vocabulary_hash:
+            differs.append("vocabularies")
+        for role, name in (("target", target), ("draft", draft)) if self.same_names else ():
+            if Path(made.get(role, name)).name != Path(name).name:  # folders may move, models keep their names
+                differs.append(f"{role} names")
+        if differs:
+            raise ValueError(
+                f"verifier: this head was made for target {made.get('target', '(unnamed)')} with draft "
+                f"{made.get('draft', '(unnamed)')}, and the pair here is {target} with {draft}; they differ in "
+                f"{' and '.join(differs)}. Use a head trained on this pair"
+                + (", or same_names=False if only the names differ." if differs and "names" in differs[-1] else ".")
+            )
