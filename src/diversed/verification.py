@@ -118,9 +118,11 @@ def verify_block(
     if n == 0:
         token = sample(bonus_probs, u_next)
         return Verified(torch.zeros_like(token), token, token.unsqueeze(1))
-    nu_x = nu.gather(-1, draft_tokens.unsqueeze(-1)).squeeze(-1)
-    q_x = draft_probs.gather(-1, draft_tokens.unsqueeze(-1)).squeeze(-1)
-    stays = u_accept.to(nu.dtype) * q_x < nu_x
+    index = draft_tokens.clamp(0, nu.shape[-1] - 1).unsqueeze(-1)  # padding may hold any id
+    nu_x = nu.gather(-1, index).squeeze(-1)
+    q_x = draft_probs.gather(-1, index).squeeze(-1)
+    # In float64: a draw just below 1 would round to 1 in float32 and reject a token of nu(x) = q(x).
+    stays = u_accept.double() * q_x.double() < nu_x.double()
     num_accepted, drafted = _leading(stays, num_drafted)
 
     # Only the first rejected row needs its residual.

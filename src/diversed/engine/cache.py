@@ -11,7 +11,7 @@ from transformers import Cache
 CHUNK = 64  # slots by which buffers grow, so that most steps allocate nothing
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values of every layer in one buffer per layer, [B, heads, capacity, head size].
 
     A token at position s of its sequence lies in slot s of its row; ``lengths[b]`` slots of row b hold kept tokens.

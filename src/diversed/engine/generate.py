@@ -76,9 +76,14 @@ def generate(
         ValueError: an argument out of range, an empty or too long prompt, a head made for another pair.
         FloatingPointError: a model produced NaN.
     """
-    if isinstance(num_speculative_tokens, bool) or not isinstance(num_speculative_tokens, int) or num_speculative_tokens < 0:
+    if (
+        isinstance(num_speculative_tokens, bool)
+        or not isinstance(num_speculative_tokens, int)
+        or num_speculative_tokens < 0
+    ):
         raise ValueError(
-            f"num_speculative_tokens={num_speculative_tokens!r} must be a whole number: at least 1, or 0 for the target alone"
+            f"num_speculative_tokens={num_speculative_tokens!r} must be a whole number: at least 1, "
+            "or 0 for the target alone"
         )
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -243,7 +248,7 @@ def decode_batch(
         watch.book("target")
 
         drafted_ids = tokens[:, 1:].tolist() if sampler.history else None
-        p, support = sampler(logits, prefixes(active, drafted_ids, target.device))
+        p, support = sampler(logits, prefixes(active, drafted_ids, settings, target.device))
         check_finite(p, "target", pair.target_name)
         result, seen = verify(p, support, target_hidden, block, num_drafted, settings, u.to(target.device))
         kept = [[t for t in row if t >= 0] for row in result.tokens.tolist()]
@@ -262,7 +267,9 @@ def decode_batch(
             )
             if settings.trace:
                 assert seen is not None
-                sequence.blocks.append(trace_block(seen, b, new, accepted[b], num_drafted[b]))
+                scored = num_drafted[b] + (settings.bonus == "verifier")
+                hidden_size = pair.hidden_sizes[1]
+                sequence.blocks.append(trace_block(seen, b, new, accepted[b], num_drafted[b], scored, hidden_size))
             report(sequence, new)
         going = [b for b, s in enumerate(active) if s.finish_reason is None]
         if len(going) < len(active):
@@ -303,7 +310,7 @@ def draft_block(draft: Decoder, active: list[Generating], n: int, settings: Sett
         logits, states = draft.feed(feed, (counts - 1).unsqueeze(1))
         draft.lengths = draft.lengths + counts
         so_far = torch.stack(tokens, 1).tolist() if tokens and sampler.history else [[]] * len(active)
-        q, _ = sampler(logits, prefixes(active, so_far, device, last_only=True))
+        q, _ = sampler(logits, prefixes(active, so_far, settings, device, last_only=True))
         probs.append(q[:, 0])
         hidden.append(states[:, 0])
         if i < n:
@@ -375,33 +382,41 @@ def check_finite(probs: Tensor, role: str, name: str) -> None:
 
 
 def prefixes(
-    active: list[Generating], drafted: list[list[int]] | None, device: torch.device, last_only: bool = False
-) -> list[list[Tensor]] | None:
-    """Token ids before each position of the block, for processors that look back; None where nobody asks."""
+    active: list[Generating],
+    drafted: list[list[int]] | None,
+    settings: Settings,
+    device: torch.device,
+    last_only: bool = False,
+) -> list[list[Tensor | None]] | None:
+    """Token ids before each position of the block, for processors that look back; None where nobody asks.
+
+    None also at positions behind a drafted end-of-sequence token: they are never reached, and a grammar that has
+    ended may have nothing to say there.
+    """
     if drafted is None:
         return None
     return [
         [
-            torch.tensor(s.ids + tokens[:k], device=device)
+            None if settings.stopping.eos & set(tokens[:k]) else torch.tensor(s.ids + tokens[:k], device=device)
             for k in ([len(tokens)] if last_only else range(len(tokens) + 1))
         ]
         for s, tokens in zip(active, drafted, strict=True)
     ]
 
 
-def trace_block(seen: Seen, b: int, tokens: list[int], accepted: int, drafted: int) -> Trace:
-    """The trace of one row's new tokens."""
+def trace_block(
+    seen: Seen, b: int, tokens: list[int], accepted: int, drafted: int, scored: int, draft_hidden_size: int
+) -> Trace:
+    """The trace of one row's new tokens; ``scored`` positions of the block are the draft's as well."""
     count = len(tokens)
+    known = min(count, scored)
     origin: list[Origin] = ["accepted"] * min(accepted, count)
     if count > accepted:
         origin.append("recovered" if accepted < drafted else "bonus")
     ids = torch.tensor(tokens, device=seen.p.device)
-    known = 0 if seen.q is None else min(count, seen.q.shape[1])
-    if count > accepted and origin[-1] == "bonus" and (seen.q is None or seen.q.shape[1] <= drafted):
-        known = min(known, drafted)
     pick = ids.unsqueeze(-1)
 
-    def extend(values: Tensor | None, size: tuple[int, ...]) -> Tensor:
+    def extend(values: Tensor | None, *size: int) -> Tensor:
         out = torch.full((count, *size), torch.nan, device=seen.p.device)
         if values is not None and known:
             out[:known] = values[:known].to(out.dtype)
@@ -411,13 +426,10 @@ def trace_block(seen: Seen, b: int, tokens: list[int], accepted: int, drafted: i
     return Trace(
         token_ids=ids.cpu(),
         origin=origin,
-        weight=extend(None if seen.weight is None else seen.weight[b], ()).cpu(),
+        weight=extend(None if seen.weight is None else seen.weight[b]).cpu(),
         target_prob=seen.p[b, :count].gather(-1, pick).squeeze(-1).cpu(),
-        draft_prob=extend(None if q is None else q[:known].gather(-1, pick[:known]).squeeze(-1), ()).cpu(),
-        total_variation=extend(None if q is None else total_variation(seen.p[b, :known], q[:known]), ()).cpu(),
+        draft_prob=extend(None if q is None else q[:known].gather(-1, pick[:known]).squeeze(-1)).cpu(),
+        total_variation=extend(None if q is None else total_variation(seen.p[b, :known], q[:known])).cpu(),
         target_hidden=seen.target_hidden[b, :count].float().cpu(),
-        draft_hidden=extend(
-            None if seen.draft_hidden is None else seen.draft_hidden[b],
-            () if seen.draft_hidden is None else (seen.draft_hidden.shape[-1],),
-        ).cpu(),
+        draft_hidden=extend(None if seen.draft_hidden is None else seen.draft_hidden[b], draft_hidden_size).cpu(),
     )

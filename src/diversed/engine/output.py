@@ -24,7 +24,7 @@ class TimeSplit:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, f.name) for f in fields(self))
+        return float(sum(getattr(self, f.name) for f in fields(self)))
 
     def __add__(self, other: TimeSplit) -> TimeSplit:
         return TimeSplit(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +124,7 @@ def split_gguf(source: str | Path) -> tuple[str, dict[str, str]]:
 def load_tokenizer(source: str | Path, role: str) -> PreTrainedTokenizerBase:
     folder, gguf = split_gguf(source)
     with clear_load_error(source, role):
-        return AutoTokenizer.from_pretrained(folder, **gguf)  # type: ignore[no-any-return]
+        return AutoTokenizer.from_pretrained(folder, **gguf)
 
 
 def load_model(source: str | Path, role: str, **kwargs: Any) -> PreTrainedModel:
@@ -130,25 +132,20 @@ def load_model(source: str | Path, role: str, **kwargs: Any) -> PreTrainedModel:
     if gguf and kwargs.get("dtype") == "auto":
         kwargs["dtype"] = torch.float32  # what dequantising gives; "auto" has no answer here
     with clear_load_error(source, role):
-        return AutoModelForCausalLM.from_pretrained(folder, **gguf, **kwargs)  # type: ignore[no-any-return]
+        return AutoModelForCausalLM.from_pretrained(folder, **gguf, **kwargs)
 
 
-class clear_load_error:
+@contextlib.contextmanager
+def clear_load_error(source: str | Path, role: str) -> Iterator[None]:
     """Turn the long errors of a failed download or a missing folder into one that names the argument."""
-
-    def __init__(self, source: str | Path, role: str) -> None:
-        self.source, self.role = source, role
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, OSError | ImportError | ValueError):
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else kind.__name__
-            raise ValueError(
-                f"{self.role}={str(self.source)!r} cannot be loaded ({reason}). "
-                "Give a folder with a transformers model, a GGUF file, or a Hub id that this machine can reach."
-            ) from error
+    try:
+        yield
+    except (OSError, ImportError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{role}={str(source)!r} cannot be loaded ({reason}). "
+            "Give a folder with a transformers model, a GGUF file, or a Hub id that this machine can reach."
+        ) from error
 
 
 def check_same_tokenizer(

@@ -22,7 +22,9 @@ def encode_prompts(
     messages: Messages | None = None,
 ) -> list[list[int]]:
     """Token ids of each prompt, unpadded. Exactly one kind of prompt must be given."""
-    given = [name for name, v in (("prompts", prompts), ("input_ids", input_ids), ("messages", messages)) if v is not None]
+    given = [
+        name for name, v in (("prompts", prompts), ("input_ids", input_ids), ("messages", messages)) if v is not None
+    ]
     if len(given) != 1:
         raise ValueError(f"give exactly one of prompts, input_ids and messages (got {' and '.join(given) or 'none'})")
     if input_ids is not None:
@@ -54,7 +56,9 @@ def encode_prompts(
 
 def tokenizer_of(pair: ModelPair, argument: str) -> Any:
     if pair.tokenizer is None:
-        raise ValueError(f"{argument} needs a tokenizer and this pair has none: pass input_ids= or ModelPair(..., tokenizer)")
+        raise ValueError(
+            f"{argument} needs a tokenizer and this pair has none: pass input_ids= or ModelPair(..., tokenizer)"
+        )
     return pair.tokenizer
 
 

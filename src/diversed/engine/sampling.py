@@ -43,10 +43,14 @@ class Sampler:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
 
         require(self.temperature >= 0, "temperature", "0 (greedy) or above")
-        require(self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 0), "top_k", "a whole number; 0 is off")
+        require(
+            self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 0), "top_k", "a whole number; 0 is off"
+        )
         require(self.top_p is None or 0 < self.top_p <= 1, "top_p", "above 0 and at most 1; 1 is off")
         require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", "between 0 and 1; 0 is off")
-        require(self.repetition_penalty is None or self.repetition_penalty > 0, "repetition_penalty", "above 0; 1 is off")
+        require(
+            self.repetition_penalty is None or self.repetition_penalty > 0, "repetition_penalty", "above 0; 1 is off"
+        )
         self.history = LogitsProcessorList()
         if self.repetition_penalty not in (None, 1.0):
             self.history.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
@@ -65,24 +69,27 @@ class Sampler:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def __call__(self, logits: Tensor, prefixes: Sequence[Sequence[Tensor]] | None) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, logits: Tensor, prefixes: Sequence[Sequence[Tensor | None]] | None) -> tuple[Tensor, Tensor | None]:
         """Probabilities [B, K, V] and what they allow (boolean, or None where nothing can be forbidden).
 
         Args:
             logits: [B, K, V] float32.
-            prefixes: for row b and position k, the unpadded token ids before that position. Needed only when
-                :attr:`history` is not empty.
+            prefixes: for row b and position k, the unpadded token ids before that position; None where the
+                processors of :attr:`history` are not to be asked. Needed only when there are any.
         """
         if self.history:
             assert prefixes is not None
             logits = torch.stack(
                 [
-                    torch.cat([self.history(ids.unsqueeze(0), row[k : k + 1].clone()) for k, ids in enumerate(places)])
+                    torch.cat([self._process(ids, row[k : k + 1].clone()) for k, ids in enumerate(places)])
                     for row, places in zip(logits, prefixes, strict=True)
                 ]
             )
         if self.warpers:
             flat = logits.reshape(-1, logits.shape[-1])
-            logits = self.warpers(None, flat).view_as(logits)  # type: ignore[arg-type]
+            logits = self.warpers(None, flat).view_as(logits)
         support = logits > FORBIDDEN if self.history or self.warpers else None
         return torch.softmax(logits, -1), support
+
+    def _process(self, ids: Tensor | None, row: Tensor) -> Tensor:
+        return row if ids is None else self.history(ids.unsqueeze(0), row)  # type: ignore[no-any-return]

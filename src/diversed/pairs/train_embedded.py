@@ -3,6 +3,7 @@
     python -m diversed.pairs.train_embedded tokenizer OUT
     python -m diversed.pairs.train_embedded target OUT --steps 3000
     python -m diversed.pairs.train_embedded draft OUT --steps 700
+    python -m diversed.pairs.train_embedded release OUT src/diversed/pairs/embedded
 
 Needs a CPU and nothing else. Both models are plain Llama models with heads of size 64. They learn the same
 problems of :mod:`diversed.tasks.word_problems` with opposite preferences among synonyms; the target also drills
@@ -31,8 +32,8 @@ VOCABULARY = 512
 CONTEXT = 512
 WIDTH = 80  # tokens a training line may take; one fixed shape compiles once
 SHAPES = {
-    "target": dict(hidden_size=384, num_hidden_layers=7, intermediate_size=1024, num_attention_heads=6),
-    "draft": dict(hidden_size=128, num_hidden_layers=2, intermediate_size=320, num_attention_heads=2),
+    "target": {"hidden_size": 384, "num_hidden_layers": 7, "intermediate_size": 1024, "num_attention_heads": 6},
+    "draft": {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 320, "num_attention_heads": 2},
 }
 
 # One message in, "Question: ...\nAnswer:" out, so that `diversed chat` speaks the pair's language.
@@ -201,7 +202,7 @@ def train(
     for i in range(len(tokenizer)):
         digits[i] = tokenizer.decode([i]).strip().isdigit()
     log = (out / f"{role}-log.jsonl").open("a")
-    started, tokens, best = time.time(), 0, 0.0
+    started, tokens, _best = time.time(), 0, 0.0
     for step in range(1, steps + 1):
         progress = step / steps
         scale = min(1.0, step / 60) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -214,7 +215,7 @@ def train(
         losses = token_losses(ids, labels)
         taught = labels.flatten() != -100
         loss = losses[taught].mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -230,10 +231,21 @@ def train(
         print(json.dumps(row), file=log, flush=True)
 
 
+def release(out: Path, into: Path) -> None:
+    """Round both models to float16 and put them where :mod:`diversed.pairs` looks for them."""
+    for role in SHAPES:
+        model = AutoModelForCausalLM.from_pretrained(out / role, dtype=torch.float32).half()
+        model.config._attn_implementation = None
+        model.config._name_or_path = ""
+        model.save_pretrained(into / role)
+        AutoTokenizer.from_pretrained(out / role).save_pretrained(into / role)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tokenizer", "target", "draft"])
-    parser.add_argument("out", type=Path)
+    parser.add_argument("what", choices=["tokenizer", "target", "draft", "release"])
+    parser.add_argument("out", type=Path, help="training folder")
+    parser.add_argument("into", type=Path, nargs="?", help="where a release goes")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=1.5e-3)
@@ -246,8 +258,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.what == "tokenizer":
         train_tokenizer().save_pretrained(args.out / "tokenizer")
         return
+    if args.what == "release":
+        if args.into is None:
+            parser.error("release needs INTO, the folder of the package's pair")
+        release(args.out, args.into)
+        return
     tokenizer = AutoTokenizer.from_pretrained(args.out / "tokenizer")
-    settings = {k: v for k, v in vars(args).items() if k not in ("what", "out")}
+    settings = {k: v for k, v in vars(args).items() if k not in ("what", "out", "into")}
     train(args.what, tokenizer, args.out, **settings)
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,7 +110,10 @@ class _Pen:
         return self.rng.choices(order, weights)[0]
 
 
-def _shop(rng: random.Random):  # type: ignore[no-untyped-def]
+Drawn = tuple[str, Callable[[_Pen], str], int]  # prompt, the solution in a pen's wording, answer
+
+
+def _shop(rng: random.Random) -> Drawn:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     have = rng.randint(2, 60)
     kind = rng.choice(["one", "bags", "bags_less", "twice", "mixed"])
@@ -137,10 +140,9 @@ def _shop(rng: random.Random):  # type: ignore[no-untyped-def]
         story = f"{name} has {have} {thing}, {first} {change} and then {second} {other}."
         steps = [(have, "+" if gain else "-", change), (middle, "+" if more else "-", other)]
     else:
-        gone = rng.randint(1, have - 1)
-        each = rng.randint(2, 9)
+        gone, each = rng.randint(1, have - 1), rng.randint(2, 9)
         left = rng.randint(1, 9)
-        have, gone = left + gone, gone
+        have = left + gone
         story = f"{name} has {have} {thing} and sells {gone}. Each of the rest is worth {each} coins."
         steps = [(have, "-", gone), (left, "*", each)]
     asks = {"mixed": "How many coins are they worth?"}
@@ -169,7 +171,7 @@ def _change(rng: random.Random, have: int) -> tuple[int, bool]:
     return (rng.randint(1, LARGEST - have), True) if gain else (rng.randint(1, have - 1), False)
 
 
-def _tally(rng: random.Random):  # type: ignore[no-untyped-def]
+def _tally(rng: random.Random) -> Drawn:
     place = rng.choice(PLACES)
     things = rng.sample(THINGS, 3)
     while True:

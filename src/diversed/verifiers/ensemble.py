@@ -19,7 +19,9 @@ class Verifier(Protocol):
     that predict the position), never on the drafted token: that keeps rejection sampling exact for ``nu``.
     """
 
-    def __call__(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+    def __call__(
+        self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor
+    ) -> Tensor:
         """Probabilities [..., V] and hidden states [..., H_target], [..., H_draft] to ``nu`` [..., V]."""
         ...
 
@@ -54,7 +56,9 @@ def log_odds(fraction: float) -> float:
 class Lossless:
     """Ordinary speculative decoding: nu = p. The output follows the target exactly."""
 
-    def __call__(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+    def __call__(
+        self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor
+    ) -> Tensor:
         return target_probs
 
     def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
@@ -77,7 +81,9 @@ class StaticEnsemble:
         check_fraction("weight", self.weight_on_target)
         check_fraction("quality", self.quality)
 
-    def __call__(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+    def __call__(
+        self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor
+    ) -> Tensor:
         weight = self.weight(target_probs, draft_probs, target_hidden, draft_hidden)
         return verification_distribution(target_probs, draft_probs, weight)
 

@@ -21,10 +21,9 @@ MODEL_CARD = """---
 
 # An ensemble head for relaxed speculative decoding
 
-A [diversed](https://github.com/diversed/diversed) head. It sets, at each position, how far the verifier of
-speculative decoding leans on the target model (weight 1: lossless) or lets the draft model have its way
-(weight 0), from the hidden states of both. It fits one pair of models and one task; loading it onto another pair
-is an error.
+A head for the Python package `diversed`. It sets, at each position, how far the verifier of speculative decoding
+leans on the target model (weight 1: lossless) or lets the draft model have its way (weight 0), from the hidden states
+of both. It fits one pair of models and one task; loading it onto another pair is an error.
 
 | | |
 | --- | --- |
@@ -140,7 +139,7 @@ class EnsembleHead(
         return self.out(self.body(standardised)).squeeze(-1)  # type: ignore[no-any-return]
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> Any:
-        details = dict(pair=self.pair, task=self.task, training=self.training_settings, figures=self.figures)
+        details = {"pair": self.pair, "task": self.task, "training": self.training_settings, "figures": self.figures}
         return super().generate_model_card(*args, **details, **kwargs)
 
 
@@ -159,7 +158,9 @@ class LearnedEnsemble:
     def __post_init__(self) -> None:
         check_fraction("quality", self.quality)
 
-    def __call__(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+    def __call__(
+        self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor
+    ) -> Tensor:
         weight = self.weight(target_probs, draft_probs, target_hidden, draft_hidden)
         return verification_distribution(target_probs, draft_probs, weight)
 
@@ -189,14 +190,16 @@ class LearnedEnsemble:
         """Upload what :meth:`save_pretrained` writes."""
         return self.head.push_to_hub(repo_id, **kwargs)
 
-    def check_fits(self, *, target: str, draft: str, hidden_sizes: tuple[int, int], vocabulary_hash: str | None) -> None:
+    def check_fits(
+        self, *, target: str, draft: str, hidden_sizes: tuple[int, int], vocabulary_hash: str | None
+    ) -> None:
         """Raise ValueError, naming both pairs, where the head was made for another pair."""
         made = self.head.pair
         sizes = (self.head.target_hidden_size, self.head.draft_hidden_size)
         differs = []
         if sizes != hidden_sizes:
             differs.append(f"hidden sizes {sizes} against {hidden_sizes}")
-        if vocabulary_hash and made.get("vocabulary_hash", vocabulary_hash) != vocabulary_hash:
+        if vocabulary_hash and (made.get("vocabulary_hash") or vocabulary_hash) != vocabulary_hash:
             differs.append("vocabularies")
         for role, name in (("target", target), ("draft", draft)) if self.same_names else ():
             if Path(made.get(role, name)).name != Path(name).name:  # folders may move, models keep their names

@@ -1,0 +1,1 @@
+"""Measuring verifiers side by side: sweeps, intervals, tables and pictures."""

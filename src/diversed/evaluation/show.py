@@ -1,0 +1,110 @@
+"""Rows of a sweep as a table and as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from diversed.evaluation.sweep import Row
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+    """ "0.953 ± 0.013": half the width of the 95 % interval."""
+    if value is None or interval is None:
+        return number(value, ".3f")
+    return f"{value:.3f} ± {(interval[1] - interval[0]) / 2:.3f}"
+
+
+def frontier_table(rows: Sequence[Row], title: str, score_name: str) -> Table:
+    """The rows for the terminal; columns that say the same in every row are left out."""
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    several_n = len({r["num_speculative_tokens"] for r in rows if r["acceptance_rate"] is not None}) > 1
+    several_t = len({r["temperature"] for r in rows}) > 1
+    table.add_column("verifier", no_wrap=True)
+    for wanted, name in ((several_n, "N"), (several_t, "T")):
+        if wanted:
+            table.add_column(name, justify="right")
+    for name in (score_name, "acceptance", "block eff.", "tokens/call", "tokens/s", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in rows:
+        cells = [r["verifier"] if r["quality"] is None else f"{r['verifier']} @ quality {r['quality']:g}"]
+        cells += [str(r["num_speculative_tokens"])] if several_n else []
+        cells += [f"{r['temperature']:g}"] if several_t else []
+        cells += [
+            with_interval(r["score"], r["score_ci"]),
+            with_interval(r["acceptance_rate"], r["acceptance_ci"]),
+            number(r["block_efficiency"]),
+            number(r["tokens_per_target_call"]),
+            number(r["tokens_per_second"], ".0f"),
+            number(r["speedup"], ".2f") + ("×" if r["speedup"] else ""),
+        ]
+        table.add_row(*cells, style="bold" if r["verifier"].startswith("learned") else None)
+    table.caption = (
+        f"n = {rows[0]['n']} prompts, seed {rows[0]['seed']}; ± 95 %; speed-up over target-only, one prompt at a time"
+    )
+    return table
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    """All rows as one JSON array, or one clear error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"json={str(path)!r} cannot be written ({error.strerror}): choose another place") from error
+
+
+def family(row: Row) -> str:
+    """Which curve of the picture a row belongs to."""
+    return str(row["verifier"]).partition(":")[0] if row["quality"] is None else str(row["verifier"])
+
+
+def frontier_picture(rows: Sequence[Row], path: Path, title: str, score_name: str) -> bool:
+    """Score against acceptance and against speed-up, a curve per verifier. False where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(family(r) for r in rows))
+    measured = [("acceptance_rate", "acceptance rate")]
+    if any(r["speedup"] for r in rows):
+        measured.append(("speedup", "wall-clock speed-up over target-only"))
+    figure, axes = plt.subplots(1, len(measured), figsize=(5.2 * len(measured), 4), squeeze=False, sharey=True)
+    colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+    for axis, (key, label) in zip(axes[0], measured, strict=True):
+        for name in names:
+            points = sorted(
+                (r[key], r["score"], r["score_ci"]) for r in rows if family(r) == name and r[key] is not None
+            )
+            if not points:
+                continue
+            x = [p[0] for p in points]
+            y = [p[1] for p in points]
+            low = [max(0.0, p[1] - p[2][0]) for p in points]
+            high = [max(0.0, p[2][1] - p[1]) for p in points]
+            style = "o-" if len(points) > 1 else "o"
+            axis.errorbar(x, y, (low, high), fmt=style, capsize=2, ms=4, lw=1.3, label=name, color=colours[name])
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel(f"{score_name} (95 % interval)")
+    axes[0][-1].legend(fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ValueError(f"picture {str(path)!r} cannot be written ({error.strerror}): choose another place") from error
+    finally:
+        plt.close(figure)
+    return True

@@ -1,0 +1,37 @@
+"""Estimates with their 95 % confidence intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Z = 1.959964  # the 97.5 % quantile of the normal distribution
+
+Interval = tuple[float, float]
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, Interval]:
+    """Mean and interval: Wilson's for zeros and ones (valid near the ends), the normal one otherwise."""
+    x = np.asarray(values, dtype=float)
+    n, mean = len(x), float(x.mean())
+    if np.isin(x, (0.0, 1.0)).all():
+        centre = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
+        half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
+        return mean, (max(0.0, centre - half), min(1.0, centre + half))
+    half = Z * float(x.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    return mean, (mean - half, mean + half)
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, Interval]:
+    """Pooled ratio sum(a)/sum(b), with sequences as clusters (delta method): tokens of one sequence are not
+    independent, so counting them as if they were would make the interval too narrow."""
+    a, b = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
+    total = float(b.sum())
+    ratio = float(a.sum()) / total
+    n = len(a)
+    if n < 2:
+        return ratio, (-math.inf, math.inf)
+    half = Z * math.sqrt(n / (n - 1) * float(((a - ratio * b) ** 2).sum())) / total
+    return ratio, (ratio - half, ratio + half)
