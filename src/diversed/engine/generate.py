@@ -356,6 +356,7 @@ def verify(
         k = q.shape[1]
         seen = (p[:, :k], q, target_hidden[:, :k], draft_hidden)
         nu = settings.verifier(*seen)
+        check_finite(nu, "verifier", type(settings.verifier).__name__)
         if support is not None:
             nu = mask_to_support(nu, p[:, :k], support[:, :k])
         if settings.trace and hasattr(settings.verifier, "weight"):

@@ -11,6 +11,8 @@ from transformers import (
     EosTokenCriteria,
     GenerationConfig,
     MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,6 +26,8 @@ from diversed.engine.generate import Bonus, generate
 from diversed.engine.pair import ModelPair
 from diversed.verifiers import Verifier
 
+# Processors that measure a row with its padding, which the engine takes away.
+COUNT_PADDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
@@ -34,13 +38,15 @@ def custom_generate(
     verifier: Verifier | None = None,
     num_speculative_tokens: int = 5,
     bonus: Bonus = "target",
+    stop_strings: str | Sequence[str] | None = None,
     streamer: Any = None,
 ) -> Callable[..., Any]:
     """Bind a draft and a verifier for ``target.generate(**inputs, custom_generate=custom_generate(draft, ...))``.
 
-    The rest of the request (temperature, top-k, penalties, stop rules, lengths) is read from the arguments of
+    The rest of the request (temperature, top-k, penalties, stopping criteria, lengths) is read from the arguments of
     ``generate`` as usual; ``torch.manual_seed`` makes it reproducible. transformers passes neither
-    ``assistant_model`` nor ``tokenizer`` nor ``streamer`` on to a callable, so they are bound here.
+    ``assistant_model`` nor ``tokenizer`` nor ``streamer`` on to a callable, so they are bound here, and with the
+    tokenizer the stop strings.
     """
 
     def decode(
@@ -55,11 +61,17 @@ def custom_generate(
         assert config is not None
         if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
             raise ValueError("custom_generate: speculative decoding takes num_beams=1 and num_return_sequences=1")
+        attention_mask = model_kwargs.get("attention_mask")
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        if padded and any(isinstance(p, COUNT_PADDING) for p in logits_processor):
+            raise ValueError(
+                "custom_generate: min_length and min_new_tokens take prompts of one length, without padding"
+            )
         sampled = bool(config.do_sample)
         out = generate(
             ModelPair(model, draft, tokenizer),
             input_ids=input_ids,
-            attention_mask=model_kwargs.get("attention_mask"),
+            attention_mask=attention_mask,
             verifier=verifier,
             num_speculative_tokens=num_speculative_tokens,
             max_new_tokens=int(config.max_length or 20) - input_ids.shape[1],
@@ -69,6 +81,7 @@ def custom_generate(
             min_p=config.min_p if sampled else None,
             # transformers has already built these; its warpers are the four settings above.
             logits_processor=[p for p in logits_processor if not isinstance(p, WARPERS)],
+            stop_strings=stop_strings,
             stopping_criteria=[c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)],
             eos_token_id=config.eos_token_id,
             ignore_eos=config.eos_token_id is None,
@@ -76,7 +89,7 @@ def custom_generate(
             bonus=bonus,
             streamer=streamer,
         )
-        pad = config.pad_token_id if config.pad_token_id is not None else min(_as_list(config.eos_token_id) or [0])
+        pad = config.pad_token_id if config.pad_token_id is not None else [*_as_list(config.eos_token_id), 0][0]
         width = max(map(len, out.token_ids))
         new = torch.tensor([ids + [pad] * (width - len(ids)) for ids in out.token_ids], device=input_ids.device)
         sequences = torch.cat([input_ids, new], 1)

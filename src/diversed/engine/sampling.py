@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,15 +43,15 @@ class Sampler:
             if not ok:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
 
-        require(self.temperature >= 0, "temperature", "0 (greedy) or above")
-        require(
-            self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 0), "top_k", "a whole number; 0 is off"
-        )
-        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", "above 0 and at most 1; 1 is off")
-        require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", "between 0 and 1; 0 is off")
-        require(
-            self.repetition_penalty is None or self.repetition_penalty > 0, "repetition_penalty", "above 0; 1 is off"
-        )
+        def number(value: float | None) -> bool:
+            return isinstance(value, int | float) and math.isfinite(value)
+
+        t, k, top_p, min_p, penalty = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
+        require(number(t) and t >= 0, "temperature", "a number: 0 (greedy) or above")
+        require(k is None or (isinstance(k, int) and k >= 0), "top_k", "a whole number; 0 is off")
+        require(top_p is None or (number(top_p) and 0 < top_p <= 1), "top_p", "above 0 and at most 1; 1 is off")
+        require(min_p is None or (number(min_p) and 0 <= min_p <= 1), "min_p", "between 0 and 1; 0 is off")
+        require(penalty is None or (number(penalty) and penalty > 0), "repetition_penalty", "above 0; 1 is off")
         self.history = LogitsProcessorList()
         if self.repetition_penalty not in (None, 1.0):
             self.history.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
@@ -69,7 +70,9 @@ class Sampler:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def __call__(self, logits: Tensor, prefixes: Sequence[Sequence[Tensor | None]] | None) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, logits: Tensor, prefixes: Sequence[Sequence[Tensor | None]] | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Probabilities [B, K, V] and what they allow (boolean, or None where nothing can be forbidden).
 
         Args:
@@ -92,4 +95,4 @@ class Sampler:
         return torch.softmax(logits, -1), support
 
     def _process(self, ids: Tensor | None, row: Tensor) -> Tensor:
-        return row if ids is None else self.history(ids.unsqueeze(0), row)  # type: ignore[no-any-return]
+        return row if ids is None else self.history(ids.unsqueeze(0), row)

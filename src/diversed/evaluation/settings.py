@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from diversed.engine import ModelPair
-from diversed.verifiers import LearnedEnsemble, Lossless, StaticEnsemble, Verifier
+from diversed.verifiers import EntropyRule, LearnedEnsemble, Lossless, StaticEnsemble, Verifier
 
 TARGET_ONLY, DRAFT_ONLY = "target-only", "draft-only"
 
 
 @functools.lru_cache(maxsize=64)
 def load_verifier(spec: str) -> Verifier:
-    """A verifier from its name: ``lossless``, ``static:0.7`` (the weight on the target), ``learned`` or
-    ``learned:tally`` (the embedded pair's heads), or a folder or Hub id of a trained head."""
+    """A verifier from its name: ``lossless``, ``static:0.7`` (the weight on the target), ``entropy:0.7`` (strict
+    below so many nats), ``learned`` or ``learned:tally`` (the embedded pair's heads), or a folder or Hub id of a trained head."""
     kind, _, argument = spec.partition(":")
     if spec == "lossless":
         return Lossless()
@@ -25,6 +25,11 @@ def load_verifier(spec: str) -> Verifier:
             return StaticEnsemble(float(argument))
         except ValueError as error:
             raise ValueError(f"verifier={spec!r}: write static:W with a weight W in [0, 1], say static:0.7") from error
+    if kind == "entropy":
+        try:
+            return EntropyRule(float(argument))
+        except ValueError as error:
+            raise ValueError(f"verifier={spec!r}: write entropy:H with a threshold in nats, say entropy:0.7") from error
     if kind == "learned":
         from diversed.pairs import HEADS
 
@@ -85,7 +90,7 @@ class Setting:
             return alone, common | {"num_speculative_tokens": 0}
         verifier = load_verifier(self.verifier)
         if self.quality is not None:
-            if isinstance(verifier, Lossless):
-                raise ValueError("quality: the lossless verifier has no dial; choose static:W or a learned head")
-            verifier = verifier.at(quality=self.quality)  # type: ignore[attr-defined]
+            if not isinstance(verifier, StaticEnsemble | LearnedEnsemble):
+                raise ValueError(f"quality: {self.verifier} has no dial; choose static:W or a learned head")
+            verifier = verifier.at(quality=self.quality)
         return pair, common | {"verifier": verifier, "num_speculative_tokens": self.num_speculative_tokens}

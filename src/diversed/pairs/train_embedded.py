@@ -2,7 +2,7 @@
 
     python -m diversed.pairs.train_embedded tokenizer OUT
     python -m diversed.pairs.train_embedded target OUT --steps 3000
-    python -m diversed.pairs.train_embedded draft OUT --steps 700
+    python -m diversed.pairs.train_embedded draft OUT --steps 1500 --lr 3e-3 --until 0.4 --evaluate-every 50
     python -m diversed.pairs.train_embedded release OUT src/diversed/pairs/embedded
 
 Needs a CPU and nothing else. Both models are plain Llama models with heads of size 64. They learn the same
@@ -101,7 +101,7 @@ def drills(seed: int, facts: int = 9) -> Iterator[list[Piece]]:
     while True:
         line: list[Piece] = []
         for _ in range(facts):
-            op = rng.choice("++--*")
+            op = rng.choice("++---*")
             if op == "+":
                 a = rng.randint(1, LARGEST - 1)
                 b = rng.randint(1, LARGEST - a)
@@ -168,6 +168,8 @@ def train(
     tally: float,
     seed: int,
     evaluate_every: int,
+    init: Path | None,
+    until: float,
 ) -> None:
     torch.manual_seed(seed)
     style: Style = "target" if role == "target" else "draft"
@@ -183,7 +185,10 @@ def train(
         **SHAPES[role],
     )
     config._attn_implementation = "eager"  # at this size faster than SDPA once compiled
-    model = LlamaForCausalLM(config)
+    if init is None:
+        model = LlamaForCausalLM(config)
+    else:
+        model = LlamaForCausalLM.from_pretrained(init, config=config, dtype=torch.float32)
     model.train()
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -229,6 +234,8 @@ def train(
         if step % 20 == 0 or "shop" in row:
             print(json.dumps(row), flush=True)
         print(json.dumps(row), file=log, flush=True)
+        if row.get("shop", 0.0) >= until:
+            break
 
 
 def release(out: Path, into: Path) -> None:
@@ -251,6 +258,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--drill", type=float, default=0.6, help="share of drill lines at the start")
     parser.add_argument("--tally", type=float, default=0.4, help="share of the second family among the problems")
+    parser.add_argument("--init", type=Path, help="go on from this model instead of from scratch")
+    parser.add_argument("--until", type=float, default=1.0, help="stop at this accuracy on shop validation problems")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate-every", type=int, default=500)
     args = parser.parse_args(argv)

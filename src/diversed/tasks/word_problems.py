@@ -5,9 +5,8 @@ Two families, each a stream of problems drawn from a seed:
 * ``shop``: one- and two-step stories with ``+``, ``-`` and ``*``. Their solutions mix *style* tokens, which
   come from slots of synonyms and may vary freely, with *digits*, which may not. The style slots have high
   entropy, so "be strict where the target is sure" nearly solves the family.
-* ``tally``: sums of three quantities, added in any order. Here entropy misleads in both directions: style
-  is almost fixed (low entropy, yet safe to change), while the first digit of each addend is a free choice
-  (high entropy, yet a digit that belongs to no quantity ruins the sum).
+* ``tally``: sums of three quantities. Here entropy says nothing: style is almost fixed in either model, so that a
+  style token looks as certain as a digit, and yet one may be taken from the draft and the other may not.
 
 The target and the draft of the embedded pair learn the same problems with opposite preferences among the
 synonyms (``style="target"`` and ``style="draft"``), so that lossless verification rejects many tokens that
@@ -24,7 +23,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 Family = Literal["shop", "tally"]
 Split = Literal["train", "validation", "test"]
@@ -98,14 +97,18 @@ def score(problem: Problem, completion: str) -> float:
 class _Pen:
     """Chooses wording. Each slot lists synonyms in the target's order of preference; the draft's is the reverse."""
 
-    FREE = (0.52, 0.27, 0.14, 0.07)  # a style slot of the shop family: high entropy
+    # A style slot of the shop family: the target spreads its choice, the draft has a favourite.
+    FREE: ClassVar[dict[Style, tuple[float, ...]]] = {
+        "target": (0.52, 0.27, 0.14, 0.07),
+        "draft": (0.88, 0.08, 0.03, 0.01),
+    }
     FIXED = (0.95, 0.05)  # a style slot of the tally family: low entropy, yet just as harmless
 
     def __init__(self, rng: random.Random, style: Style) -> None:
         self.rng, self.style = rng, style
 
     def pick(self, *synonyms: str) -> str:
-        weights = self.FREE if len(synonyms) == len(self.FREE) else self.FIXED
+        weights = self.FREE[self.style] if len(synonyms) == 4 else self.FIXED
         order = synonyms if self.style == "target" else synonyms[::-1]
         return self.rng.choices(order, weights)[0]
 
@@ -183,8 +186,7 @@ def _tally(rng: random.Random) -> Drawn:
     answer = sum(numbers)
 
     def solution(pen: _Pen) -> str:
-        # The order of the addends is free for both models alike: only the style preferences differ.
-        x, y, z = pen.rng.sample(numbers, 3)
+        x, y, z = numbers
         line = f" {pen.pick('Add', 'Sum')} {pen.pick('all', 'up')} {pen.pick('things', 'items')}:"
         line += f" {x} + {y} = {x + y} {pen.pick('and', 'plus')} {pen.pick('so', 'then')} {x + y} + {z} = {answer}."
         line += f" {pen.pick('Altogether', 'Overall')} {pen.pick('it', 'that')} {pen.pick('holds', 'has')} {answer}."

@@ -1,0 +1,120 @@
+"""A cache that was rolled back equals one that was computed afresh."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diversed import ModelPair, StaticEnsemble, generate
+from diversed.engine.cache import SlotCache
+from diversed.engine.decoder import Decoder
+from diversed.engine.generate import Generating
+from models import FAMILIES, noisy, pad_left, random_prompts, tiny
+
+engine = importlib.import_module("diversed.engine.generate")
+
+PROMPTS = random_prompts([7, 1, 40, 21, 3])
+
+
+def assert_as_fresh(decoder: Decoder, active: list[Generating]) -> None:
+    """Kept keys and values, and the logits and hidden states that follow from them, equal those of a new prefill."""
+    kept = decoder.lengths.tolist()
+    fresh = Decoder(decoder.model, len(active), decoder.vocab_size)
+    fresh.prefill([s.ids[:n] for s, n in zip(active, kept, strict=True)])
+    assert fresh.lengths.tolist() == kept
+    for ours, theirs in ((decoder.cache.keys, fresh.cache.keys), (decoder.cache.values, fresh.cache.values)):
+        for layer, expected in theirs.items():
+            for b, n in enumerate(kept):
+                torch.testing.assert_close(ours[layer][b, :, :n], expected[b, :, :n], rtol=1e-4, atol=1e-4)
+    following = torch.tensor([[s.ids[n]] for s, n in zip(active, kept, strict=True)])
+    first = torch.zeros(len(active), 1, dtype=torch.long)
+    for ours, expected in zip(decoder.feed(following, first), fresh.feed(following, first), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+def run_checked(pair: ModelPair, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[set[int]]:
+    """Generate and check both caches before every block; returns how far rows advanced in each block."""
+    decoders: list[Decoder] = []
+    advanced: list[set[int]] = []
+
+    class Recorded(Decoder):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            decoders.append(self)
+
+    draft_block = engine.draft_block
+    before: dict[int, int] = {}
+
+    def checked(draft: Decoder, active: list[Generating], *args: Any) -> Any:
+        for decoder in decoders:
+            assert_as_fresh(decoder, active)
+        advanced.append({len(s.ids) - before.get(s.index, len(s.ids)) for s in active})
+        before.update({s.index: len(s.ids) for s in active})
+        return draft_block(draft, active, *args)
+
+    monkeypatch.setattr(engine, "Decoder", Recorded)
+    monkeypatch.setattr(engine, "draft_block", checked)
+    generate(pair, **pad_left(PROMPTS), num_speculative_tokens=4, max_new_tokens=30, seed=0, **settings)
+    assert len(decoders) == 2
+    return advanced
+
+
+@pytest.mark.parametrize("bonus", ["target", "verifier"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rolled_back_caches_equal_fresh_ones(family: str, bonus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before every block of a ragged batch with rejections, in which sequences also end and leave."""
+    target = tiny(family)
+    pair = ModelPair(target, noisy(target, 0.2))
+    advanced = run_checked(pair, monkeypatch, bonus=bonus, verifier=StaticEnsemble(0.9))
+    assert len(advanced) > 6
+    assert any(len(steps) > 1 for steps in advanced)  # in one block, rows kept different numbers of tokens
+
+
+def test_a_cache_whose_rows_are_mixed_up_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a sequence leaves the batch, the others must keep their own rows."""
+    keep_rows = SlotCache.keep_rows
+
+    def first_rows(cache: SlotCache, rows: Tensor) -> None:
+        lengths = cache.lengths[rows]
+        keep_rows(cache, torch.arange(len(rows)))
+        cache.lengths = lengths
+
+    monkeypatch.setattr(SlotCache, "keep_rows", first_rows)
+    target = tiny("llama", max_position_embeddings=48)  # the longest prompt ends first
+    with pytest.raises(AssertionError):
+        run_checked(ModelPair(target, noisy(target)), monkeypatch)
+
+
+def test_buffers_grow_without_losing_what_they_hold() -> None:
+    """Rows of different lengths, token by token, well past two growths."""
+    model = tiny("llama")
+    ids = random_prompts([150, 90])
+    decoder = Decoder(model, 2, 64)
+    decoder.prefill([ids[0][:100], ids[1][:40]])
+    first = torch.zeros(2, 1, dtype=torch.long)
+    for i in range(49):
+        logits, _ = decoder.feed(torch.tensor([[ids[0][100 + i]], [ids[1][40 + i]]]), first)
+        decoder.lengths = decoder.lengths + 1
+    with torch.no_grad():
+        for b, n in enumerate((149, 89)):
+            expected = model(torch.tensor([ids[b][:n]])).logits[0, -1]
+            torch.testing.assert_close(logits[b, 0], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_the_mask_is_causal_and_within_the_window(window: int | None) -> None:
+    cache = SlotCache(3, torch.device("cpu"))
+    cache.lengths = torch.tensor([0, 5, 2])
+    slots = cache.place(4)
+    assert slots.tolist() == [[0, 1, 2, 3], [5, 6, 7, 8], [2, 3, 4, 5]]
+    mask = cache.mask(window)
+    assert mask.shape == (3, 1, 4, 9)
+    for b in range(3):
+        for t in range(4):
+            place = slots[b, t]
+            seen = [s for s in range(9) if s <= place and (window is None or place - s < window)]
+            assert mask[b, 0, t].nonzero().flatten().tolist() == seen

@@ -1,0 +1,157 @@
+"""Sweeps: every prompt under every setting, resumed without losing or repeating a measurement."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from diversed.engine import ModelPair
+from diversed.evaluation import sweep as module
+from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, load_verifier
+from diversed.evaluation.show import family, frontier_picture, frontier_table, write_json
+from diversed.evaluation.sweep import Plan, summarise, sweep
+from diversed.tasks import load_task
+from diversed.verifiers import EntropyRule, LearnedEnsemble, Lossless, StaticEnsemble
+
+SETTINGS = (Setting(TARGET_ONLY, num_speculative_tokens=0), Setting("lossless"), Setting("static:0.3", quality=0.4))
+PLAN = Plan(SETTINGS, batch_size=3, timing_n=2, seed=5)
+KEYS = [
+    "verifier", "weight", "quality", "num_speculative_tokens", "temperature", "task", "n", "score", "score_ci",
+    "acceptance_rate", "acceptance_ci", "block_efficiency", "tokens_per_target_call", "tokens_per_second",
+    "normalised_time", "speedup", "seed", "provenance",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return ModelPair.embedded()
+
+
+@pytest.fixture(scope="module")
+def task():
+    return load_task("shop", n=5)
+
+
+@pytest.fixture(scope="module")
+def measured(pair, task):
+    return sweep(pair, task, PLAN)
+
+
+def test_every_setting_meets_every_prompt_once_per_pass(measured):
+    for setting in SETTINGS:
+        timed = [m.start for m in measured if m.setting == setting and m.timed]
+        batched = [(m.start, len(m.scores)) for m in measured if m.setting == setting and not m.timed]
+        assert sorted(timed) == [0, 1]
+        assert sorted(batched) == [(0, 3), (3, 2)]
+
+
+def test_settings_take_turns_on_every_prompt():
+    order = [(s.label, start) for s, start, _, timed in PLAN.passes(5) if timed]
+    assert [start for _, start in order] == [0] * 3 + [1] * 3
+    assert order[0][0] != order[3][0]
+
+
+def test_rows_equal_a_recomputation_from_the_measurements(measured, pair, task):
+    rows = summarise(measured, pair, task, PLAN)
+    assert [list(r) for r in rows] == [KEYS] * 3
+    for row, setting in zip(rows, SETTINGS, strict=True):
+        mine = [m for m in measured if m.setting == setting and not m.timed]
+        scores = [x for m in mine for x in m.scores]
+        tokens, calls = (sum(x for m in mine for x in getattr(m, k)) for k in ("tokens", "target_calls"))
+        assert row["n"] == len(scores) == 5
+        assert row["score"] == sum(scores) / 5
+        assert row["tokens_per_target_call"] == tokens / calls
+    target, lossless, static = rows
+    assert target["tokens_per_target_call"] == 1.0
+    assert target["acceptance_rate"] is None
+    assert target["speedup"] == pytest.approx(1.0)
+    assert lossless["weight"] == 1.0
+    assert static["weight"] == 0.3
+    assert static["quality"] == 0.4
+    assert static["acceptance_rate"] > lossless["acceptance_rate"]
+    assert static["speedup"] == pytest.approx(1 / static["normalised_time"])
+
+
+def test_an_interrupted_sweep_goes_on_and_ends_like_an_uninterrupted_one(measured, pair, task, tmp_path, monkeypatch):
+    path = tmp_path / "measurements.jsonl"
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    real = module.measure
+    monkeypatch.setattr(module, "measure", failing)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(pair, task, PLAN, path=path)
+    assert len(path.read_text().splitlines()) == 1 + 4
+    with path.open("a") as file:
+        file.write('{"setting": {"verif')  # what a power cut leaves of a line
+    resumed = sweep(pair, task, PLAN, path=path)
+    assert len(calls) == 5 + len(measured) - 4
+
+    def counts(measurements):
+        return sorted((m.setting.label, m.start, m.timed, m.tokens, m.accepted, m.scores) for m in measurements)
+
+    assert counts(resumed) == counts(measured)
+    assert counts(sweep(pair, task, PLAN, path=path)) == counts(measured)  # nothing left to do
+
+
+def test_a_folder_of_another_run_is_refused(pair, task, tmp_path):
+    path = tmp_path / "measurements.jsonl"
+    path.write_text(json.dumps({"config": {"task": "tally"}}) + "\n")
+    before = path.read_text()
+    with pytest.raises(ValueError, match=r"output_dir: .* belongs to another run .*task: tally there, shop now"):
+        sweep(pair, task, PLAN, path=path)
+    assert path.read_text() == before
+
+
+def test_a_full_disk_is_one_clear_error_and_keeps_what_was_measured(pair, task, tmp_path):
+    from pathlib import Path
+
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    with pytest.raises(ValueError, match="output: cannot write to .*No space left"):
+        module.append_line(Path("/dev/full"), {"a": 1})
+    with pytest.raises(ValueError, match="json=.*cannot be written"):
+        write_json([{"a": 1}], Path("/dev/full"))
+
+
+def test_table_and_picture(measured, pair, task, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = summarise(measured, pair, task, PLAN)
+    assert frontier_table(rows, "title", "exact match").row_count == 3
+    assert frontier_picture(rows, tmp_path / "new" / "f.png", "title", "exact match")
+    assert (tmp_path / "new" / "f.png").read_bytes()[:4] == b"\x89PNG"
+    assert [family(r) for r in rows] == [TARGET_ONLY, "lossless", "static:0.3"]
+
+
+def test_draft_only_runs_the_draft(pair, task):
+    m = module.measure(pair, task, Setting(DRAFT_ONLY, num_speculative_tokens=0), 0, 2, timed=False, seed=0)
+    alone = replace(pair, target=pair.draft)
+    again = module.measure(alone, task, Setting(TARGET_ONLY, num_speculative_tokens=0), 0, 2, timed=False, seed=0)
+    assert m.tokens == again.tokens
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [("lossless", Lossless), ("entropy:0.7", EntropyRule), ("static:0.7", StaticEnsemble), ("learned", LearnedEnsemble), ("learned:tally", LearnedEnsemble)],
+)
+def test_verifiers_by_name(spec, kind):
+    assert isinstance(load_verifier(spec), kind)
+
+
+@pytest.mark.parametrize("spec", ["static:", "static:x", "static:1.2", "nope", "learned:nope", "no/head"])
+def test_unknown_verifiers_are_one_clear_error(spec, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="verifier="):
+        load_verifier(spec)
+
+
+def test_lossless_has_no_dial(pair):
+    with pytest.raises(ValueError, match="quality: lossless has no dial"):
+        Setting("lossless", quality=0.5).prepare(pair)

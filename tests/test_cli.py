@@ -1,0 +1,112 @@
+"""The command line: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from diversed.cli import app
+
+QUESTION = "Question: Ada has 12 nuts and sells 5. How many nuts are there now?\nAnswer:"
+ROW_KEYS = {
+    "verifier", "weight", "quality", "num_speculative_tokens", "temperature", "task", "n", "score", "score_ci",
+    "acceptance_rate", "acceptance_ci", "block_efficiency", "tokens_per_target_call", "tokens_per_second",
+    "normalised_time", "speedup", "seed", "provenance",
+}  # fmt: skip
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The installed command in a process of its own, as a user meets it."""
+    command = [sys.executable, "-m", "diversed.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=300, check=False)
+
+
+def test_help_teaches():
+    for command in ("demo", "generate", "chat", "bench"):
+        result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"})
+        assert result.exit_code == 0
+        assert "--seed" in result.output
+        assert "--json" in result.output
+
+
+def test_generate_is_reproducible_and_writes_a_row(tmp_path):
+    file = tmp_path / "row.json"
+    args = ["generate", QUESTION, "--verifier", "learned", "--quality", "0.6", "--seed", "3", "--json", str(file)]
+    first, second = CliRunner().invoke(app, args), CliRunner().invoke(app, args)
+    assert first.exit_code == 0
+    assert first.stdout == second.stdout
+    assert "####" in first.stdout
+    (row,) = json.loads(file.read_text())
+    assert set(row) >= ROW_KEYS
+    assert row["text"].strip() in first.stdout
+    assert row["quality"] == 0.6
+
+
+def test_generate_streams_what_it_would_print_at_once():
+    """Tokens printed as they come add up to the decoded text."""
+    streamed = CliRunner().invoke(app, ["generate", QUESTION, "--seed", "1"])
+    stopped = CliRunner().invoke(app, ["generate", QUESTION, "--seed", "1", "--stop", "never met"])
+    assert streamed.stdout == stopped.stdout
+
+
+def test_prompts_come_from_a_file_or_a_pipe(tmp_path):
+    (tmp_path / "p.txt").write_text(QUESTION + "\n")
+    from_file = CliRunner().invoke(app, ["generate", "--file", str(tmp_path / "p.txt")])
+    from_pipe = CliRunner().invoke(app, ["generate"], input=QUESTION + "\n")
+    from_argument = CliRunner().invoke(app, ["generate", QUESTION])
+    assert from_file.stdout == from_pipe.stdout == from_argument.stdout
+
+
+def test_chat_answers_turns_the_dial_and_survives_a_slip(tmp_path):
+    lines = "Ada has 12 nuts and sells 5. How many nuts are there now?\n/quality 0.9\n\n/reset\nIvo has 3 cups.\n/quit\n"
+    result = run("chat", "--verifier", "learned", "--json", str(tmp_path / "chat.json"), stdin=lines)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "chat.json").read_text())
+    assert [r["quality"] for r in rows] == [None, 0.9]
+
+
+def test_bench_writes_rows_picture_and_resumes(tmp_path):
+    args = ["bench", "--verifier", "lossless", "--verifier", "static:0.5", "--verifier", "learned", "--quality", "0.5"]
+    args += ["-N", "3", "--n", "6", "--timing-n", "1", "--output-dir", str(tmp_path), "--json", str(tmp_path / "o.json")]
+    first = CliRunner().invoke(app, args)
+    assert first.exit_code == 0, first.output
+    rows = json.loads((tmp_path / "o.json").read_text())
+    assert [r["verifier"] for r in rows] == ["target-only", "draft-only", "lossless", "static:0.5", "learned"]
+    assert all(set(r) == ROW_KEYS for r in rows)
+    before = (tmp_path / "measurements.jsonl").read_bytes()
+    assert CliRunner().invoke(app, args).exit_code == 0
+    assert (tmp_path / "measurements.jsonl").read_bytes() == before
+    assert json.loads((tmp_path / "o.json").read_text()) == rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", ""], "prompt is empty"),
+        (["generate", "x", "--verifier", "static:2"], "verifier='static:2'"),
+        (["generate", "x", "--verifier", "learned", "--quality", "1.5"], "quality=1.5"),
+        (["generate", "x", "--verifier", "lossless", "--quality", "0.5"], "quality: lossless has no dial"),
+        (["generate", "x", "--num-speculative-tokens", "-1"], "num_speculative_tokens=-1"),
+        (["generate", "x", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "x", "--target", "nowhere/at-all"], "draft is missing"),
+        (["generate", "x", "--target", "./nowhere", "--draft", "./nowhere"], "target='./nowhere' cannot be loaded"),
+        (["generate", "x " * 600], "shorten the prompt"),
+        (["generate", "--file", "/no/such/file"], "file='/no/such/file'"),
+        (["bench", "-N", "0"], "num_speculative_tokens=0"),
+        (["bench", "--task", "poems"], "task='poems' is unknown"),
+        (["generate", "x", "--dtype", "int4"], "dtype='int4'"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_argument(arguments, message, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("diversed: error: ")
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.stderr
