@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -179,7 +181,8 @@ class LearnedEnsemble:
     @classmethod
     def from_pretrained(cls, source: str | Path, *, same_names: bool = True, **kwargs: Any) -> Self:
         """Load a head from a folder or the Hub (``model.safetensors`` and ``config.json``)."""
-        head = EnsembleHead.from_pretrained(source, **kwargs)
+        with contextlib.redirect_stdout(io.StringIO()):  # the mixin announces itself where a command's text should be
+            head = EnsembleHead.from_pretrained(source, **kwargs)
         return cls(head.eval().requires_grad_(False), same_names=same_names)
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
