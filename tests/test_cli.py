@@ -62,7 +62,9 @@ def test_prompts_come_from_a_file_or_a_pipe(tmp_path):
 
 
 def test_chat_answers_turns_the_dial_and_survives_a_slip(tmp_path):
-    lines = "Ada has 12 nuts and sells 5. How many nuts are there now?\n/quality 0.9\n\n/reset\nIvo has 3 cups.\n/quit\n"
+    lines = (
+        "Ada has 12 nuts and sells 5. How many nuts are there now?\n/quality 0.9\n\n/reset\nIvo has 3 cups.\n/quit\n"
+    )
     result = run("chat", "--verifier", "learned", "--json", str(tmp_path / "chat.json"), stdin=lines)
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "chat.json").read_text())
@@ -71,7 +73,18 @@ def test_chat_answers_turns_the_dial_and_survives_a_slip(tmp_path):
 
 def test_bench_writes_rows_picture_and_resumes(tmp_path):
     args = ["bench", "--verifier", "lossless", "--verifier", "static:0.5", "--verifier", "learned", "--quality", "0.5"]
-    args += ["-N", "3", "--n", "6", "--timing-n", "1", "--output-dir", str(tmp_path), "--json", str(tmp_path / "o.json")]
+    args += [
+        "-N",
+        "3",
+        "--n",
+        "6",
+        "--timing-n",
+        "1",
+        "--output-dir",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "o.json"),
+    ]
     first = CliRunner().invoke(app, args)
     assert first.exit_code == 0, first.output
     rows = json.loads((tmp_path / "o.json").read_text())

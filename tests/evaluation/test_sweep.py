@@ -115,9 +115,9 @@ def test_a_full_disk_is_one_clear_error_and_keeps_what_was_measured(pair, task, 
 
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    with pytest.raises(ValueError, match="output: cannot write to .*No space left"):
+    with pytest.raises(ValueError, match=r"output: cannot write to .*No space left"):
         module.append_line(Path("/dev/full"), {"a": 1})
-    with pytest.raises(ValueError, match="json=.*cannot be written"):
+    with pytest.raises(ValueError, match=r"json=.*cannot be written"):
         write_json([{"a": 1}], Path("/dev/full"))
 
 
@@ -139,7 +139,13 @@ def test_draft_only_runs_the_draft(pair, task):
 
 @pytest.mark.parametrize(
     ("spec", "kind"),
-    [("lossless", Lossless), ("entropy:0.7", EntropyRule), ("static:0.7", StaticEnsemble), ("learned", LearnedEnsemble), ("learned:tally", LearnedEnsemble)],
+    [
+        ("lossless", Lossless),
+        ("entropy:0.7", EntropyRule),
+        ("static:0.7", StaticEnsemble),
+        ("learned", LearnedEnsemble),
+        ("learned:tally", LearnedEnsemble),
+    ],
 )
 def test_verifiers_by_name(spec, kind):
     assert isinstance(load_verifier(spec), kind)

@@ -16,7 +16,8 @@ TARGET_ONLY, DRAFT_ONLY = "target-only", "draft-only"
 @functools.lru_cache(maxsize=64)
 def load_verifier(spec: str) -> Verifier:
     """A verifier from its name: ``lossless``, ``static:0.7`` (the weight on the target), ``entropy:0.7`` (strict
-    below so many nats), ``learned`` or ``learned:tally`` (the embedded pair's heads), or a folder or Hub id of a trained head."""
+    below so many nats), ``learned`` or ``learned:tally`` (the embedded pair's heads), or a folder or Hub id of a
+    trained head."""
     kind, _, argument = spec.partition(":")
     if spec == "lossless":
         return Lossless()

@@ -19,6 +19,7 @@ import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,6 +159,33 @@ def fit(head: EnsembleHead, labels: Labels, *, price: float, tau: float, decay: 
     }
 
 
+def measured(pair: ModelPair, verifier: Verifier, family: Family, n: int = 300) -> dict[str, float]:
+    """Exact match and acceptance rate on validation problems that no label came from."""
+    held_out = problems("validation", n, seed=3, family=family)
+    out = generate(
+        pair,
+        [p.prompt for p in held_out],
+        verifier=verifier,
+        num_speculative_tokens=N,
+        max_new_tokens=MAX_NEW_TOKENS,
+        seed=0,
+        batch_size=2 * BATCH,
+    )
+    right = sum(score(p, text) for p, text in zip(held_out, out.texts, strict=True))
+    return {"exact match": round(right / n, 3), "acceptance rate": round(out.stats.acceptance_rate or 0.0, 3)}
+
+
+def save(head: EnsembleHead, pair: ModelPair, family: Family, training: dict[str, Any], into: Path) -> None:
+    """Write the head with its settings and what it measures on 300 validation problems, T = 1, N = 5."""
+    figures = {f"lossless, {k}": v for k, v in measured(pair, Lossless(), family).items()}
+    for quality in (0.9, 0.5, 0.1):
+        row = measured(pair, LearnedEnsemble(head).at(quality=quality), family)
+        figures |= {f"quality {quality}, {k}": v for k, v in row.items()}
+    done = EnsembleHead(*pair.hidden_sizes, pair=pair.describe(), task=family, training=training, figures=figures)
+    done.load_state_dict(head.state_dict())
+    done.save_pretrained(into)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=FAMILIES)
@@ -190,11 +218,7 @@ def main() -> None:
             )
         )
     training = {k: v for k, v in vars(args).items() if k not in ("out", "task")} | {"objective": "counterfactual"}
-    done = EnsembleHead(
-        *pair.hidden_sizes, pair=pair.describe(), task=family, training=training | {"labels": len(together.values)}
-    )
-    done.load_state_dict(head.state_dict())
-    done.save_pretrained(args.out)
+    save(head, pair, family, training | {"labels": len(together.values)}, args.out)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,20 @@ def log_odds(fraction: float) -> float:
     return math.log(fraction / (1 - fraction))
 
 
+class Ensemble:
+    """A verifier whose nu is the blend w p + (1 - w) q; what makes one differ from another is :meth:`weight`."""
+
+    def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+        """The ensemble weight on the target, [...]; arguments as for :class:`Verifier`."""
+        raise NotImplementedError
+
+    def __call__(
+        self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor
+    ) -> Tensor:
+        weight = self.weight(target_probs, draft_probs, target_hidden, draft_hidden)
+        return verification_distribution(target_probs, draft_probs, weight)
+
+
 @dataclass(frozen=True)
 class Lossless:
     """Ordinary speculative decoding: nu = p. The output follows the target exactly."""
@@ -71,7 +85,7 @@ class Lossless:
 
 
 @dataclass(frozen=True)
-class StaticEnsemble:
+class StaticEnsemble(Ensemble):
     """One ensemble weight everywhere: nu = w p + (1 - w) q, after the dial."""
 
     weight_on_target: float
@@ -80,12 +94,6 @@ class StaticEnsemble:
     def __post_init__(self) -> None:
         check_fraction("weight", self.weight_on_target)
         check_fraction("quality", self.quality)
-
-    def __call__(
-        self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor
-    ) -> Tensor:
-        weight = self.weight(target_probs, draft_probs, target_hidden, draft_hidden)
-        return verification_distribution(target_probs, draft_probs, weight)
 
     def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
         return scale_odds(torch.full_like(target_probs[..., 0], self.weight_on_target), self.quality)

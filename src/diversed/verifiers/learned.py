@@ -12,8 +12,8 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
-from diversed.verification import total_variation, verification_distribution
-from diversed.verifiers.ensemble import check_fraction, log_odds, scale_odds
+from diversed.verification import total_variation
+from diversed.verifiers.ensemble import Ensemble, check_fraction, log_odds, scale_odds
 
 NUM_FEATURES = 3
 
@@ -146,7 +146,7 @@ class EnsembleHead(
 
 
 @dataclass(frozen=True)
-class LearnedEnsemble:
+class LearnedEnsemble(Ensemble):
     """nu = w p + (1 - w) q with w = sigmoid(head + log-odds of quality) at each position.
 
     ``same_names=False`` lets the head serve a pair of other names, say a renamed folder; sizes and vocabulary must
@@ -159,12 +159,6 @@ class LearnedEnsemble:
 
     def __post_init__(self) -> None:
         check_fraction("quality", self.quality)
-
-    def __call__(
-        self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor
-    ) -> Tensor:
-        weight = self.weight(target_probs, draft_probs, target_hidden, draft_hidden)
-        return verification_distribution(target_probs, draft_probs, weight)
 
     def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
         head = self.head
