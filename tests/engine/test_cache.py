@@ -12,10 +12,10 @@ from torch import Tensor
 from diversed import ModelPair, StaticEnsemble, generate
 from diversed.engine.cache import SlotCache
 from diversed.engine.decoder import Decoder
-from diversed.engine.generate import Generating
+from diversed.engine.loop import Generating
 from models import FAMILIES, noisy, pad_left, random_prompts, tiny
 
-engine = importlib.import_module("diversed.engine.generate")
+engine = importlib.import_module("diversed.engine.loop")
 
 PROMPTS = random_prompts([7, 1, 40, 21, 3])
 

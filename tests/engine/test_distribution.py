@@ -17,7 +17,7 @@ from diversed.engine.cache import SlotCache
 from diversed.engine.decoder import Decoder
 from models import VERIFIERS, enumerate_exactly, four_token_pair, goodness_of_fit, table
 
-engine = importlib.import_module("diversed.engine.generate")  # the attribute of that name is the function
+engine = importlib.import_module("diversed.engine.loop")
 
 PROMPT = [1, 2, 0]
 REJECT = 1e-5  # p-value below which the distributions differ

@@ -32,7 +32,7 @@ from models import (
     tiny,
 )
 
-engine = importlib.import_module("diversed.engine.generate")
+engine = importlib.import_module("diversed.engine.loop")
 
 REJECT = 1e-5
 TARGET = [[0.6, 0.4, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.25, 0.25, 0.25, 0.25]]

@@ -24,7 +24,7 @@ from transformers import (
 from diversed import GenerationOutput, Lossless, ModelPair, StaticEnsemble, Verifier, generate
 from models import noisy, pad_left, random_head, random_prompts, tiny
 
-engine = importlib.import_module("diversed.engine.generate")
+engine = importlib.import_module("diversed.engine.loop")
 
 PROMPTS = random_prompts([5, 1, 12, 8, 8, 3])
 VERIFIERS = [Lossless(), StaticEnsemble(0.3), StaticEnsemble(0.0), StaticEnsemble(0.9).at(quality=0)]

@@ -22,7 +22,8 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from diversed.engine.generate import Bonus, generate
+from diversed.engine.generate import generate
+from diversed.engine.loop import Bonus
 from diversed.engine.pair import ModelPair
 from diversed.verifiers import Verifier
 
