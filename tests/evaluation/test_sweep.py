@@ -115,7 +115,7 @@ def test_a_full_disk_is_one_clear_error_and_keeps_what_was_measured(pair, task, 
 
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    with pytest.raises(ValueError, match=r"output: cannot write to .*No space left"):
+    with pytest.raises(ValueError, match=r"output_dir: cannot write .*No space left"):
         module.append_line(Path("/dev/full"), {"a": 1})
     with pytest.raises(ValueError, match=r"json=.*cannot be written"):
         write_json([{"a": 1}], Path("/dev/full"))

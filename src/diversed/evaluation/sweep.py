@@ -152,7 +152,7 @@ def append_line(path: Path, row: Row) -> None:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
         raise ValueError(
-            f"output: cannot write to {str(path)!r} ({error.strerror}). Free some space or choose another folder; what "
+            f"output_dir: cannot write {str(path)!r} ({error.strerror}). Free some space or choose another folder; what "
             "was measured so far is kept there and the same command goes on from it"
         ) from error
 
