@@ -183,6 +183,7 @@ def save(head: EnsembleHead, pair: ModelPair, family: Family, training: dict[str
         figures |= {f"quality {quality}, {k}": v for k, v in row.items()}
     done = EnsembleHead(*pair.hidden_sizes, pair=pair.describe(), task=family, training=training, figures=figures)
     done.load_state_dict(head.state_dict())
+    (into / "README.md").unlink(missing_ok=True)  # the mixin keeps an old card, which would contradict the new config
     done.save_pretrained(into)
 
 

@@ -50,7 +50,11 @@ of both. It fits one pair of models and one task; loading it onto another pair i
 ```python
 from diversed import LearnedEnsemble, ModelPair, generate
 
+{% if pair.target == "diversed/embedded-target" -%}
+pair = ModelPair.embedded()
+{%- else -%}
 pair = ModelPair.from_pretrained("{{ pair.target }}", "{{ pair.draft }}")
+{%- endif %}
 verifier = LearnedEnsemble.from_pretrained("{{ repo_id | default("this/folder", true) }}").at(quality=0.5)
 generate(pair, ["..."], verifier=verifier)
 ```
