@@ -159,6 +159,7 @@ def test_lengths_and_ends_inside_a_block_are_met_exactly(num_speculative_tokens:
         out = generate(pair, **prompts, max_new_tokens=24, eos_token_id=token, **settings)
         for ids, complete in zip(out.token_ids, full, strict=True):
             assert ids == (complete[: complete.index(token) + 1] if token in complete else complete)
+        assert out.stats.acceptance_rate == 1.0  # what was drafted behind the end does not count as rejected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
