@@ -87,7 +87,7 @@ def test_sequences_follow_nu_in_small_batches(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_size", "samples"), [(None, 50_000), (7, 7000), (1, 2500)])
+@pytest.mark.parametrize(("batch_size", "samples"), [(None, 50_000), (7, 2800), (1, 800)])
 @pytest.mark.parametrize("num_speculative_tokens", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_sequences_follow_nu_over_many_samples(
