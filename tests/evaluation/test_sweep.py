@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from diversed.engine import ModelPair
 from diversed.evaluation import sweep as module
@@ -124,7 +126,11 @@ def test_a_full_disk_is_one_clear_error_and_keeps_what_was_measured(pair, task, 
 def test_table_and_picture(measured, pair, task, tmp_path):
     pytest.importorskip("matplotlib")
     rows = summarise(measured, pair, task, PLAN)
-    assert frontier_table(rows, "title", "exact match").row_count == 3
+    narrow = Console(width=80, file=io.StringIO())
+    narrow.print(frontier_table(rows, "title", "exact match"))
+    text = narrow.file.getvalue()
+    assert "…" not in text  # nothing is cut off in a terminal of 80 columns
+    assert all(r["verifier"] in text for r in rows)
     assert frontier_picture(rows, tmp_path / "new" / "f.png", "title", "exact match")
     assert (tmp_path / "new" / "f.png").read_bytes()[:4] == b"\x89PNG"
     assert [family(r) for r in rows] == [TARGET_ONLY, "lossless", "static:0.3"]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
 
 from diversed.evaluation.sweep import Row
@@ -16,25 +17,33 @@ def number(value: float | None, form: str = ".2f") -> str:
 
 
 def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
-    """ "0.953 ± 0.013": half the width of the 95 % interval."""
+    """.953±.013: half the width of the 95 % interval."""
     if value is None or interval is None:
         return number(value, ".3f")
-    return f"{value:.3f} ± {(interval[1] - interval[0]) / 2:.3f}"
+    half = (interval[1] - interval[0]) / 2
+    return f"{value:.3f}±{half:.3f}".replace("0.", ".")
 
 
 def frontier_table(rows: Sequence[Row], title: str, score_name: str) -> Table:
-    """The rows for the terminal; columns that say the same in every row are left out."""
-    table = Table(title=title, title_justify="left", caption_justify="left")
+    """The rows for a terminal of 80 columns; N and T only where they differ between rows."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     several_n = len({r["num_speculative_tokens"] for r in rows if r["acceptance_rate"] is not None}) > 1
     several_t = len({r["temperature"] for r in rows}) > 1
-    table.add_column("verifier", no_wrap=True)
+    table.add_column("verifier", overflow="fold")
     for wanted, name in ((several_n, "N"), (several_t, "T")):
         if wanted:
-            table.add_column(name, justify="right")
-    for name in (score_name, "acceptance", "block eff.", "tokens/call", "tokens/s", "speed-up"):
+            table.add_column(name, justify="right", no_wrap=True)
+    for name in (score_name, "acceptance", "block\neff.", "tokens\n/call", "tokens\n/s", "speed-\nup"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in rows:
-        cells = [r["verifier"] if r["quality"] is None else f"{r['verifier']} @ quality {r['quality']:g}"]
+        cells = [r["verifier"] if r["quality"] is None else f"{r['verifier']} q={r['quality']:g}"]
         cells += [str(r["num_speculative_tokens"])] if several_n else []
         cells += [f"{r['temperature']:g}"] if several_t else []
         cells += [
@@ -43,11 +52,12 @@ def frontier_table(rows: Sequence[Row], title: str, score_name: str) -> Table:
             number(r["block_efficiency"]),
             number(r["tokens_per_target_call"]),
             number(r["tokens_per_second"], ".0f"),
-            number(r["speedup"], ".2f") + ("×" if r["speedup"] else ""),
+            number(r["speedup"]) + ("×" if r["speedup"] else ""),
         ]
-        table.add_row(*cells, style="bold" if r["verifier"].startswith("learned") else None)
+        table.add_row(*cells, style="bold" if r["quality"] is not None else None)
     table.caption = (
-        f"n = {rows[0]['n']} prompts, seed {rows[0]['seed']}; ± 95 %; speed-up over target-only, one prompt at a time"
+        f"n = {rows[0]['n']} prompts, seed {rows[0]['seed']}, ± 95 %; q is the quality dial; "
+        "speed-up over target-only, one prompt at a time"
     )
     return table
 

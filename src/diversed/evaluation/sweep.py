@@ -152,8 +152,8 @@ def append_line(path: Path, row: Row) -> None:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
         raise ValueError(
-            f"output_dir: cannot write {str(path)!r} ({error.strerror}). Free some space or choose another folder; what "
-            "was measured so far is kept there and the same command goes on from it"
+            f"output_dir: cannot write {str(path)!r} ({error.strerror}). Free some space or choose another "
+            "folder; what was measured so far is kept there and the same command goes on from it"
         ) from error
 
 
