@@ -196,10 +196,13 @@ def bench(
     """
     from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, load_verifier
     from diversed.evaluation.sweep import Plan
+    from diversed.tasks.word_problems import FAMILIES
     from diversed.verifiers import LearnedEnsemble
 
     embedded = target is None and draft is None
-    default = ["lossless", "static:0.8", "static:0.5", "static:0.2"] + ([f"learned:{task}"] if embedded else [])
+    default = ["lossless", "static:0.8", "static:0.5", "static:0.2"] + (
+        [f"learned:{task}"] if embedded and task in FAMILIES else []
+    )
     settings: list[Setting] = []
     for t in temperature or [1.0]:
         settings += [Setting(TARGET_ONLY, num_speculative_tokens=0, temperature=t)]
@@ -243,9 +246,9 @@ def run_sweep(
 
     if plan.batch_size < 1:
         raise ValueError(f"batch_size={plan.batch_size} must be at least 1")
+    task = load_task(task_name, n=n, data_dir=data_dir, seed=plan.seed)
     for setting in plan.settings:
         setting.prepare(pair)  # what is wrong with a setting should show before the first measurement
-    task = load_task(task_name, n=n, data_dir=data_dir, seed=plan.seed)
     path = output_dir / "measurements.jsonl"
     if not resume and path.exists():
         path.unlink()

@@ -38,7 +38,7 @@ def encode_prompts(
                 raise ValueError(f"prompts[{i}] is a {type(text).__name__}, not a string; token ids go into input_ids=")
             if not text:
                 raise ValueError(f"prompts[{i}] is empty: give at least one character")
-        encoded = [list(tokenizer_of(pair, "prompts")(text)["input_ids"]) for text in texts]
+        encoded = [list(tokenizer_of(pair, "prompts")(text, verbose=False)["input_ids"]) for text in texts]
     if not encoded:
         raise ValueError(f"{given[0]} holds no prompt: give at least one")
     for i, ids in enumerate(encoded):
