@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diversed import ModelPair, generate
+from diversed.verifiers.learned import closed_form_features
 from models import noisy, pad_left, random_head, random_prompts, tiny
 
 PROMPTS = random_prompts([7, 1, 20])
@@ -51,6 +52,7 @@ def test_every_value_equals_that_of_a_bare_forward_pass(
             "draft_prob": q.gather(-1, torch.tensor(new).unsqueeze(-1)).squeeze(-1),
             "draft_hidden": hidden[1],
             "total_variation": (p - q).abs().sum(-1) / 2,
+            "features": closed_form_features(p, q),
             "weight": VERIFIER.weight(p, q, *hidden),
         }
         unknown = torch.tensor([o == "bonus" and bonus == "target" for o in trace.origin])
@@ -68,6 +70,7 @@ def test_origins_and_counts_agree(pair: ModelPair, bonus: str) -> None:
         assert trace.origin.count("accepted") == sum(counts.accepted)
         assert len(trace.origin) - trace.origin.count("accepted") == counts.target_calls  # no early end here
         assert len(trace.origin) == counts.tokens == 15
+        assert trace.origin.count("recovered") == counts.rejected
         assert counts.target_calls == sum(index == i for index, _ in blocks)
         start = 0
         for size in (n for index, n in blocks if index == i):
@@ -97,6 +100,22 @@ def test_figures_of_single_sequences_add_up_to_the_pooled_ones() -> None:
     assert stats.accepted_per_position == [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True)]
     assert stats.accepted_per_position == sorted(stats.accepted_per_position, reverse=True)
     assert stats.tokens_per_target_call == stats.tokens / stats.target_calls
+    assert stats.rejected == sum(c.rejected for c in single) > 0
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [2, 5])
+def test_position_acceptance_estimates_one_minus_w_tv(pair: ModelPair, num_speculative_tokens: int) -> None:
+    prompts = {"input_ids": torch.tensor([[9, 8, 7]] * 600), "num_speculative_tokens": num_speculative_tokens}
+    out = generate(pair, **prompts, verifier=VERIFIER, max_new_tokens=12, seed=0, trace=True, bonus="verifier")
+    # Positions that were examined: all but the bonus ones.
+    expected = [
+        1 - w * tv
+        for t in out.trace
+        for o, w, tv in zip(t.origin, t.weight.tolist(), t.total_variation.tolist(), strict=True)
+        if o != "bonus"
+    ]
+    assert out.stats.position_acceptance == pytest.approx(sum(expected) / len(expected), abs=0.02)
+    assert out.stats.position_acceptance > out.stats.acceptance_rate
 
 
 def test_target_only_decoding_has_no_acceptance_and_one_token_a_call(pair: ModelPair) -> None:

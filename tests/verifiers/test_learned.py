@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,13 @@ from torch import Tensor
 from diversed import EnsembleHead, LearnedEnsemble, Lossless
 from diversed.verifiers.learned import closed_form_features
 
-VARIANTS = [{}, {"mlp_size": 4}, {"features": True}, {"mlp_size": 4, "features": True}]
+VARIANTS = [
+    {},
+    {"mlp_size": 4},
+    {"features": True},
+    {"mlp_size": 4, "features": True},
+    {"features": True, "hidden": False},
+]
 PAIR = {"target": "big/target", "draft": "small/draft", "vocabulary_hash": "0123456789abcdef"}
 
 
@@ -46,8 +53,9 @@ def test_the_weight_depends_on_what_the_head_looks_at(variant: dict[str, object]
     verifier = LearnedEnsemble(random_head(**variant))
     weight = verifier.weight(p, q, target_hidden, draft_hidden)
     assert ((weight > 0) & (weight < 1)).all()
-    assert not torch.equal(weight, verifier.weight(p, q, target_hidden + 1, draft_hidden))
-    assert not torch.equal(weight, verifier.weight(p, q, target_hidden, draft_hidden + 1))
+    sees_hidden = variant.get("hidden", True)
+    assert torch.equal(weight, verifier.weight(p, q, target_hidden + 1, draft_hidden)) != sees_hidden
+    assert torch.equal(weight, verifier.weight(p, q, target_hidden, draft_hidden + 1)) != sees_hidden
     same_without_probs = torch.equal(weight, verifier.weight(q, p.roll(1, 0), target_hidden, draft_hidden))
     assert same_without_probs != bool(variant.get("features"))
 
@@ -106,17 +114,25 @@ def test_parameters_and_arithmetic_stay_in_float32_for_bfloat16_models(variant: 
     assert {t.dtype for t in head.state_dict().values()} == {torch.float32}
     inputs = head.inputs(p, q, *hidden)
     assert inputs.dtype == torch.float32
-    assert inputs.shape[-1] == 8 + 3 * bool(variant.get("features"))
+    assert inputs.shape[-1] == 8 * variant.get("hidden", True) + 8 * bool(variant.get("features"))
     exact = head(head.inputs(p, q, *(h.float() for h in hidden)))
     assert torch.equal(head(inputs), exact)
     assert LearnedEnsemble(head)(p, q, *hidden).dtype == torch.float32
 
 
-def test_the_closed_form_features_are_entropy_tv_and_agreement() -> None:
-    p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
+def test_the_closed_form_features_of_hand_computed_cases() -> None:
+    p = torch.tensor([[0.4, 0.6, 0.0], [1.0, 0.0, 0.0]])
     q = torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]])
-    expected = torch.tensor([[torch.log(torch.tensor(2.0)), 0.5, 0.0], [0.0, 0.0, 1.0]])
+    entropy_p = -(0.4 * math.log(0.4) + 0.6 * math.log(0.6))
+    expected = torch.tensor(
+        [[entropy_p, 1.5 * math.log(2), 0.5, 0.6, 0.5, 0.0, 0.25, 0.0], [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]]
+    )
     torch.testing.assert_close(closed_form_features(p, q), expected)
+
+
+def test_a_head_with_nothing_to_look_at_is_refused() -> None:
+    with pytest.raises(ValueError, match="hidden=False"):
+        EnsembleHead(4, 4, hidden=False)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -130,7 +146,7 @@ def test_normalisation_standardises_the_inputs_it_was_fitted_to(variant: dict[st
     torch.testing.assert_close(standardised.mean(0), torch.zeros(inputs.shape[1]), atol=1e-4, rtol=0)
     deviation = torch.ones(inputs.shape[1])
     deviation[4] = 0.0
-    torch.testing.assert_close(standardised.std(0), deviation, atol=1e-4, rtol=0)
+    torch.testing.assert_close(standardised.std(0, correction=0), deviation, atol=1e-4, rtol=0)
     torch.testing.assert_close(head(inputs), head.out(head.body(standardised)).squeeze(-1))
 
 

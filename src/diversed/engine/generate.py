@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from diversed.engine.loop import Bonus, Generating, Settings, decode_batch
-from diversed.engine.output import Counts, GenerationOutput, Stats, TimeSplit, Trace
+from diversed.engine.output import Counts, GenerationOutput, Stats, TimeSplit
 from diversed.engine.pair import ModelPair
 from diversed.engine.prompts import Messages, encode_prompts
 from diversed.engine.sampling import Sampler
 from diversed.engine.stopping import Stopping
+from diversed.engine.tracing import join
 from diversed.verifiers import Lossless, Verifier
 
 Callback = Callable[[int, list[int]], None]
@@ -88,6 +89,8 @@ def generate(
         raise ValueError(f"bonus={bonus!r} must be 'target' or 'verifier'")
     verifier = Lossless() if verifier is None else verifier
     check_fits(verifier, pair)
+    if hasattr(verifier, "to"):  # a learned one has parameters
+        verifier = verifier.to(pair.target.get_output_embeddings().weight.device)
     encoded = encode_prompts(pair, prompts, input_ids=input_ids, attention_mask=attention_mask, messages=messages)
     if streamer is not None and len(encoded) > 1:
         raise ValueError(f"streamer takes one prompt at a time and got {len(encoded)}: use callback= for a batch")
@@ -134,7 +137,7 @@ def generate(
         texts=[settings.stopping.text(s.new_ids) for s in sequences],
         finish_reasons=[s.finish_reason or "length" for s in sequences],
         stats=Stats(**vars(stats) | {"per_sequence": [s.counts for s in sequences], "time": times}),
-        trace=[Trace.join(s.blocks) for s in sequences] if trace else None,
+        trace=[join(s.new_ids, s.seen) for s in sequences] if trace else None,
         prompt_ids=encoded,
     )
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from diversed.engine.decoder import Decoder
-from diversed.engine.output import Counts, FinishReason, TimeSplit, Trace
+from diversed.engine.output import Counts, FinishReason, TimeSplit
 from diversed.engine.pair import ModelPair
 from diversed.engine.sampling import Sampler
 from diversed.engine.stopping import Stopping
-from diversed.engine.tracing import Seen, trace_block
+from diversed.engine.tracing import Kept, SeenBlock, see
 from diversed.verification import Verified, mask_to_support, sample, verify_block, verify_block_greedy
 from diversed.verifiers import Verifier
 
@@ -45,7 +45,7 @@ class Generating:
     generator: torch.Generator
     counts: Counts
     finish_reason: FinishReason | None = None
-    blocks: list[Trace] = field(default_factory=list)
+    seen: list[Kept] = field(default_factory=list)
 
     @property
     def new_ids(self) -> list[int]:
@@ -107,7 +107,8 @@ def decode_batch(
         drafted_ids = tokens[:, 1:].tolist() if sampler.history else None
         p, support = sampler(logits, prefixes(active, drafted_ids, settings, target.device))
         check_finite(p, "target", pair.target_name)
-        result, seen = verify(p, support, target_hidden, block, num_drafted, settings, u.to(target.device))
+        u = u.to(target.device)
+        result, seen = verify(p, support, target_hidden, block, num_drafted, settings, u, pair.hidden_sizes[1])
         kept = [[t for t in row if t >= 0] for row in result.tokens.tolist()]
         accepted = result.num_accepted.tolist()
         watch.book("verification")
@@ -122,11 +123,9 @@ def decode_batch(
                 accepted=min(accepted[b], len(new)),
                 tokens=len(new),
             )
-            if settings.trace:
-                assert seen is not None
+            if seen is not None:
                 scored = num_drafted[b] + (settings.bonus == "verifier")
-                hidden_size = pair.hidden_sizes[1]
-                sequence.blocks.append(trace_block(seen, b, new, accepted[b], num_drafted[b], scored, hidden_size))
+                sequence.seen.append(Kept(seen, b, len(new), accepted[b], num_drafted[b], scored))
             report(sequence, new)
         going = [b for b, s in enumerate(active) if s.finish_reason is None]
         if len(going) < len(active):
@@ -188,7 +187,8 @@ def verify(
     num_drafted: list[int],
     settings: Settings,
     u: Tensor,
-) -> tuple[Verified, Seen | None]:
+    draft_hidden_size: int,
+) -> tuple[Verified, SeenBlock | None]:
     """Decide over one drafted block: p [B, n+1, V] from the target against what the draft proposed."""
     batch, positions, _ = p.shape
     n, device = positions - 1, p.device
@@ -200,13 +200,13 @@ def verify(
         q, draft_hidden = block.probs.to(device), block.hidden.to(device)
         check_finite(q, "draft", "the draft model")
         k = q.shape[1]
-        seen = (p[:, :k], q, target_hidden[:, :k], draft_hidden)
-        nu = settings.verifier(*seen)
+        known = (p[:, :k], q, target_hidden[:, :k], draft_hidden)
+        nu = settings.verifier(*known)
         check_finite(nu, "verifier", type(settings.verifier).__name__)
         if support is not None:
             nu = mask_to_support(nu, p[:, :k], support[:, :k])
         if settings.trace and hasattr(settings.verifier, "weight"):
-            weight = settings.verifier.weight(*seen)
+            weight = settings.verifier.weight(*known)
     bonus_from = nu if settings.bonus == "verifier" and q is not None else p
     bonus_probs = bonus_from.gather(1, last).squeeze(1)
     tokens = torch.zeros(batch, 0, dtype=torch.long, device=device) if block is None else block.tokens.to(device)
@@ -216,7 +216,9 @@ def verify(
         half = settings.num_speculative_tokens
         q_drawn = p[:, :0] if q is None else q[:, :n]
         result = verify_block(tokens, q_drawn, nu[:, :n], bonus_probs, u[:, half : half + n], u[:, -1], count)
-    return result, Seen(p, q, weight, target_hidden, draft_hidden) if settings.trace else None
+    if not settings.trace:
+        return result, None
+    return result, see(p, q, weight, target_hidden, draft_hidden, result.tokens, draft_hidden_size)
 
 
 def check_finite(probs: Tensor, role: str, name: str) -> None:

@@ -41,6 +41,7 @@ class Counts:
 
     drafted: list[int]  #: blocks in which position i was drafted
     accepted: list[int]  #: blocks in which position i was accepted
+    rejected: int = 0  #: blocks cut short by a rejection
     target_calls: int = 0  #: forward passes of the target, prompt excluded
     tokens: int = 0  #: tokens returned
 
@@ -53,12 +54,14 @@ class Counts:
             self.drafted[i] += 1
         for i in range(accepted):
             self.accepted[i] += 1
+        self.rejected += accepted < drafted
         self.target_calls += 1
         self.tokens += tokens
 
     def add(self, other: Counts) -> None:
         self.drafted = [a + b for a, b in zip(self.drafted, other.drafted, strict=True)]
         self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
+        self.rejected += other.rejected
         self.target_calls += other.target_calls
         self.tokens += other.tokens
 
@@ -66,6 +69,13 @@ class Counts:
     def acceptance_rate(self) -> float | None:
         """Accepted over drafted tokens; None where nothing was drafted."""
         return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else None
+
+    @property
+    def position_acceptance(self) -> float | None:
+        """Accepted over *examined* tokens: drafts behind a block's first rejection are never looked at. Estimates the
+        mean of 1 - TV(q, nu) over positions, whatever N is; None where nothing was drafted."""
+        examined = sum(self.accepted) + self.rejected
+        return sum(self.accepted) / examined if examined else None
 
     @property
     def accepted_per_position(self) -> list[float]:
@@ -110,15 +120,9 @@ class Trace:
     target_prob: Tensor  #: p of the token, [L]
     draft_prob: Tensor  #: q of the token, [L]
     total_variation: Tensor  #: TV(p, q) at the position, [L]
+    features: Tensor  #: closed-form features of p and q (verifiers.learned), [L, 8]
     target_hidden: Tensor  #: [L, H_target]
     draft_hidden: Tensor  #: [L, H_draft]
-
-    @classmethod
-    def join(cls, blocks: list[Trace]) -> Trace:
-        tensors = {
-            f.name: torch.cat([getattr(block, f.name) for block in blocks]) for f in fields(cls) if f.name != "origin"
-        }
-        return cls(origin=[o for block in blocks for o in block.origin], **tensors)
 
 
 @dataclass

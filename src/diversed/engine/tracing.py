@@ -1,4 +1,8 @@
-"""From what verification saw to the trace of a sequence."""
+"""From what verification saw to the traces of sequences.
+
+A block of the whole batch is reduced on the models' device and brought over once; sequences then keep references to
+their rows of it, and the trace of a sequence is put together at its end.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +13,87 @@ from torch import Tensor
 
 from diversed.engine.output import Origin, Trace
 from diversed.verification import total_variation
+from diversed.verifiers.learned import NUM_FEATURES, closed_form_features
 
 
 @dataclass
-class Seen:
-    """What verification saw in one step, for the trace: the target's n+1 positions and the draft's K."""
+class SeenBlock:
+    """What verification saw in one step, on the CPU; NaN where the draft proposed nothing."""
 
-    p: Tensor
-    q: Tensor | None
-    weight: Tensor | None
-    target_hidden: Tensor
-    draft_hidden: Tensor | None
+    target_prob: Tensor  #: [B, n + 1]
+    draft_prob: Tensor
+    weight: Tensor
+    total_variation: Tensor
+    features: Tensor  #: [B, n + 1, 8]
+    target_hidden: Tensor  #: [B, n + 1, H_target]
+    draft_hidden: Tensor  #: [B, n + 1, H_draft]
 
 
-def trace_block(
-    seen: Seen, b: int, tokens: list[int], accepted: int, drafted: int, scored: int, draft_hidden_size: int
-) -> Trace:
-    """The trace of one row's new tokens; ``scored`` positions of the block are the draft's as well."""
-    count = len(tokens)
-    known = min(count, scored)
-    origin: list[Origin] = ["accepted"] * min(accepted, count)
-    if count > accepted:
-        origin.append("recovered" if accepted < drafted else "bonus")
-    ids = torch.tensor(tokens, device=seen.p.device)
-    pick = ids.unsqueeze(-1)
+def see(
+    p: Tensor,
+    q: Tensor | None,
+    weight: Tensor | None,
+    target_hidden: Tensor,
+    draft_hidden: Tensor | None,
+    tokens: Tensor,
+    draft_hidden_size: int,
+) -> SeenBlock:
+    """Reduce one step: p [B, n+1, V] against q [B, K, V], K <= n+1, and the tokens [B, n+1] that came of it."""
+    known = 0 if q is None else q.shape[1]
+    pick = tokens.clamp_min(0).unsqueeze(-1)
 
-    def extend(values: Tensor | None, *size: int) -> Tensor:
-        out = torch.full((count, *size), torch.nan, device=seen.p.device)
-        if values is not None and known:
-            out[:known] = values[:known].to(out.dtype)
-        return out
+    def whole(values: Tensor | None, *size: int) -> Tensor:
+        out = torch.full((*tokens.shape, *size), torch.nan, device=p.device)
+        if values is not None:
+            out[:, :known] = values
+        return out.cpu()
 
-    q = None if seen.q is None else seen.q[b]
+    half = None if q is None else p[:, :known]
+    return SeenBlock(
+        target_prob=p.gather(-1, pick).squeeze(-1).cpu(),
+        draft_prob=whole(None if q is None else q.gather(-1, pick[:, :known]).squeeze(-1)),
+        weight=whole(weight),
+        total_variation=whole(None if q is None or half is None else total_variation(half, q)),
+        features=whole(None if q is None or half is None else closed_form_features(half, q), NUM_FEATURES),
+        target_hidden=target_hidden.float().cpu(),
+        draft_hidden=whole(draft_hidden, draft_hidden_size),
+    )
+
+
+@dataclass
+class Kept:
+    """A sequence's part of a block: ``count`` tokens of row ``row``, of which the draft proposed for ``scored``."""
+
+    block: SeenBlock
+    row: int
+    count: int
+    accepted: int
+    drafted: int
+    scored: int
+
+
+def join(token_ids: list[int], pieces: list[Kept]) -> Trace:
+    """The trace of a sequence from its parts, in order."""
+    origin: list[Origin] = []
+    for piece in pieces:
+        origin += ["accepted"] * min(piece.accepted, piece.count)
+        if piece.count > piece.accepted:
+            origin.append("recovered" if piece.accepted < piece.drafted else "bonus")
+    # Beyond a row's own drafts a block holds padding.
+    known = torch.cat([torch.arange(piece.count) < piece.scored for piece in pieces])
+
+    def gathered(name: str, of_the_draft: bool = True) -> Tensor:
+        rows = torch.cat([getattr(piece.block, name)[piece.row, : piece.count] for piece in pieces])
+        return rows.masked_fill(~known.view(-1, *[1] * (rows.ndim - 1)), torch.nan) if of_the_draft else rows
+
     return Trace(
-        token_ids=ids.cpu(),
+        token_ids=torch.tensor(token_ids),
         origin=origin,
-        weight=extend(None if seen.weight is None else seen.weight[b]).cpu(),
-        target_prob=seen.p[b, :count].gather(-1, pick).squeeze(-1).cpu(),
-        draft_prob=extend(None if q is None else q[:known].gather(-1, pick[:known]).squeeze(-1)).cpu(),
-        total_variation=extend(None if q is None else total_variation(seen.p[b, :known], q[:known])).cpu(),
-        target_hidden=seen.target_hidden[b, :count].float().cpu(),
-        draft_hidden=extend(None if seen.draft_hidden is None else seen.draft_hidden[b], draft_hidden_size).cpu(),
+        weight=gathered("weight"),
+        target_prob=gathered("target_prob", of_the_draft=False),
+        draft_prob=gathered("draft_prob"),
+        total_variation=gathered("total_variation"),
+        features=gathered("features"),
+        target_hidden=gathered("target_hidden", of_the_draft=False),
+        draft_hidden=gathered("draft_hidden"),
     )

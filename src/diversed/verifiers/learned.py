@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from diversed.verification import total_variation
 from diversed.verifiers.ensemble import Ensemble, check_fraction, log_odds, scale_odds
 
-NUM_FEATURES = 3
+NUM_FEATURES = 8
 
 MODEL_CARD = """---
 {{ card_data }}
@@ -62,11 +63,26 @@ generate(pair, ["..."], verifier=verifier)
 
 
 def closed_form_features(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Target entropy in nats, TV(p, q) and whether the top tokens agree: [..., V] -> [..., 3], a function of the
-    prefix alone."""
-    entropy = -torch.special.xlogy(target_probs, target_probs).sum(-1)
-    agree = (target_probs.argmax(-1) == draft_probs.argmax(-1)).to(entropy.dtype)
-    return torch.stack([entropy, total_variation(target_probs, draft_probs), agree], -1)
+    """What the two distributions alone say of a position: [..., V] -> [..., 8], a function of the prefix alone.
+
+    In order: entropy of p and of q in nats; TV(p, q); the largest p and the largest q; p of the draft's favourite and
+    q of the target's; whether the favourites agree.
+    """
+    p, q = target_probs, draft_probs
+    (top_p, best_p), (top_q, best_q) = p.max(-1), q.max(-1)
+    return torch.stack(
+        [
+            -torch.special.xlogy(p, p).sum(-1),
+            -torch.special.xlogy(q, q).sum(-1),
+            total_variation(p, q),
+            top_p,
+            top_q,
+            p.gather(-1, best_q.unsqueeze(-1)).squeeze(-1),
+            q.gather(-1, best_p.unsqueeze(-1)).squeeze(-1),
+            (best_p == best_q).to(p.dtype),
+        ],
+        -1,
+    )
 
 
 class EnsembleHead(
@@ -80,14 +96,16 @@ class EnsembleHead(
     """Log-odds of the ensemble weight from the hidden states of both models that predict a position.
 
     The paper's head is one linear layer on [h_target; h_draft] (Wang et al. 2026, section 4). ``mlp_size`` puts one
-    hidden layer in between, ``features`` appends :func:`closed_form_features`. Inputs are standardised first; the
-    head starts at ``initial_weight`` everywhere. Parameters stay in float32 whatever the models' dtype, or small
-    steps of training would be lost to rounding.
+    hidden layer in between, ``features`` appends :func:`closed_form_features`, ``hidden=False`` leaves the hidden
+    states out: eight numbers need far fewer labels than a thousand. Inputs are standardised first; the head starts at
+    ``initial_weight`` everywhere. Parameters stay in float32 whatever the models' dtype, or small steps of training
+    would be lost to rounding.
 
     Args:
         target_hidden_size, draft_hidden_size: sizes of the last hidden states.
         mlp_size: units of the hidden layer; 0 for the linear head.
         features: whether the closed-form features join the input.
+        hidden: whether the hidden states do.
         initial_weight: ensemble weight of the untrained head, strictly between 0 and 1.
         pair: ``{"target": name, "draft": name, "vocabulary_hash": hash}`` of the pair it is made for.
         task, training, figures: what it was trained on, how, and what was measured; for the config and model card.
@@ -102,6 +120,7 @@ class EnsembleHead(
         draft_hidden_size: int,
         mlp_size: int = 0,
         features: bool = False,
+        hidden: bool = True,
         initial_weight: float = 0.5,
         pair: dict[str, str] | None = None,
         task: str | None = None,
@@ -112,10 +131,12 @@ class EnsembleHead(
         if not 0 < check_fraction("initial_weight", initial_weight) < 1:
             raise ValueError(f"initial_weight={initial_weight} must lie strictly between 0 and 1")
         self.target_hidden_size, self.draft_hidden_size = target_hidden_size, draft_hidden_size
-        self.features = features
+        if not (features or hidden):
+            raise ValueError("features=False and hidden=False leave the head nothing to look at: keep one of them")
+        self.features, self.hidden = features, hidden
         self.pair, self.task = pair or {}, task
         self.training_settings, self.figures = training or {}, figures or {}
-        size = target_hidden_size + draft_hidden_size + NUM_FEATURES * features
+        size = (target_hidden_size + draft_hidden_size) * hidden + NUM_FEATURES * features
         self.register_buffer("mean", torch.zeros(size))
         self.register_buffer("scale", torch.ones(size))
         if mlp_size:
@@ -128,16 +149,22 @@ class EnsembleHead(
 
     def inputs(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
         """What the head looks at, [..., size] in float32, before standardising."""
-        parts = [target_hidden.float(), draft_hidden.float()]
+        features = closed_form_features(target_probs.float(), draft_probs.float()) if self.features else None
+        return self.join_inputs(target_hidden, draft_hidden, features)
+
+    def join_inputs(self, target_hidden: Tensor, draft_hidden: Tensor, features: Tensor | None) -> Tensor:
+        """:meth:`inputs` where :func:`closed_form_features` are at hand already."""
+        parts = [target_hidden.float(), draft_hidden.float()] if self.hidden else []
         if self.features:
-            parts.append(closed_form_features(target_probs.float(), draft_probs.float()))
+            assert features is not None
+            parts.append(features)
         return torch.cat(parts, -1)
 
     @torch.no_grad()
     def fit_normalisation(self, inputs: Tensor) -> None:
         """Standardise by the mean and deviation of a sample of inputs [M, size]."""
         self.mean.copy_(inputs.mean(0))
-        self.scale.copy_(inputs.std(0).clamp_min(1e-4))
+        self.scale.copy_(inputs.std(0, correction=0).clamp_min(1e-4))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Log-odds of the weight, [..., size] -> [...]."""
@@ -171,6 +198,11 @@ class LearnedEnsemble(Ensemble):
         if 0 < self.quality < 1:
             return torch.sigmoid(logits + log_odds(self.quality)).to(target_probs.dtype)
         return scale_odds(torch.sigmoid(logits), self.quality).to(target_probs.dtype)
+
+    def to(self, device: torch.device) -> LearnedEnsemble:
+        """The same verifier with its head on ``device``."""
+        at_home = self.head.mean.device == device
+        return self if at_home else replace(self, head=copy.deepcopy(self.head).to(device))
 
     def at(self, *, quality: float) -> LearnedEnsemble:
         """The same head with the odds of its weight scaled: 0.5 as trained, 1 lossless, 0 takes every draft."""
