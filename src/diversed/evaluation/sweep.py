@@ -16,7 +16,7 @@ import transformers
 from diversed.engine import GenerationOutput, ModelPair, generate
 from diversed.evaluation.settings import TARGET_ONLY, Setting
 from diversed.evaluation.statistics import mean_interval, ratio_interval
-from diversed.tasks import Task
+from diversed.tasks import Task, judge
 
 Row = dict[str, Any]
 
@@ -74,12 +74,11 @@ def measure(
     """Run one setting on prompts start..end and score what it writes."""
     out = answer(pair, task, setting, start, end, seed=seed)
     counts = out.stats.per_sequence
-    references = [e.reference for e in task.examples[start:end]]
     return Measurement(
         setting,
         start,
         timed,
-        scores=[task.score(text, ref) for text, ref in zip(out.texts, references, strict=True)],
+        scores=judge(task.score, task.examples[start:end], out.texts, "score"),
         drafted=[sum(c.drafted) for c in counts],
         accepted=[sum(c.accepted) for c in counts],
         target_calls=[c.target_calls for c in counts],
@@ -96,7 +95,15 @@ def answer(
     asked: dict[str, Any] = {"prompts" if isinstance(prompts[0], str) else "messages": prompts}
     models, arguments = setting.prepare(pair)
     seeds = [seed + i for i in range(start, end)]
-    return generate(models, **asked, **arguments, max_new_tokens=task.max_new_tokens, seed=seeds, trace=trace)
+    return generate(
+        models,
+        **asked,
+        **arguments,
+        max_new_tokens=task.max_new_tokens,
+        stop_strings=list(task.stop_strings) or None,
+        seed=seeds,
+        trace=trace,
+    )
 
 
 def sweep(

@@ -1,51 +1,72 @@
-"""Tasks: prompts, references and scores."""
+"""Tasks: prompts, the columns that go with them, scores and rewards.
+
+A score or a reward follows TRL's contract, so that functions written for one serve the other: it is called with
+``prompts``, ``completions`` and every column of the rows as a keyword list, and returns a number per completion.
+:func:`judge` calls it and checks what comes back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from diversed.tasks import summaries, word_problems
+from diversed.tasks import code, maths, own, summaries, translation, word_problems
+from diversed.tasks.contract import SPLITS, Example, RewardFunction, Task, judge
+from diversed.tasks.own import load_function
 
+__all__ = ["SPLITS", "TASKS", "Example", "RewardFunction", "Task", "judge", "load_function", "load_task"]
 
-@dataclass(frozen=True)
-class Example:
-    prompt: str | Sequence[Mapping[str, str]]  #: text to continue, or a chat
-    reference: Any
-
-
-@dataclass(frozen=True)
-class Task:
-    """Examples and how to score a completion. ``score(completion, reference)`` lies in [0, 1]."""
-
-    name: str
-    examples: list[Example]
-    score: Callable[[str, Any], float]
-    score_name: str
-    max_new_tokens: int
-
-
-TASKS = ("shop", "tally", "cnndm")
+_LOADERS: dict[str, Callable[..., Task]] = {
+    "shop": word_problems.load,
+    "tally": word_problems.load,
+    "gsm8k": maths.load,
+    "mbpp": code.load_mbpp,
+    "humaneval": code.load_humaneval,
+    "cnndm": summaries.load,
+    "xsum": summaries.load,
+    "wmt": translation.load,
+}
+TASKS: tuple[str, ...] = tuple(_LOADERS)
 
 
 def load_task(
-    name: str, *, n: int, split: word_problems.Split = "test", seed: int = 0, data_dir: str | Path | None = None
+    name: str,
+    *,
+    split: str = "test",
+    n: int | None = None,
+    seed: int = 0,
+    data_dir: str | Path | None = None,
+    chat: bool = False,
+    reward: str | None = None,
 ) -> Task:
-    """The first ``n`` examples of a task's split; the word problems make theirs from ``seed``.
+    """The first ``n`` examples of a task's split, with its score and its reward.
+
+    Args:
+        name: one of ``TASKS``; or your own: a JSON lines file (``rows.jsonl``), or a Python file (``my_task.py``),
+            see :mod:`diversed.tasks.own`.
+        split: ``train``, ``validation`` or ``test``. No prompt is in two of them.
+        n: how many; None takes all rows. The word problems are endless: None means 4,000 of them for training and
+            1,000 otherwise.
+        seed: what the word problems are drawn from. Rows keep their order.
+        data_dir: the folder that holds the data sets (default: ``$DIVERSED_DATA``); without one they come from the
+            Hub through ``datasets``.
+        chat: prompts as chats, for models with a chat template; else text to continue, with examples before it
+            where the published recipe has them. The word problems are always text.
+        reward: ``file.py:function`` or ``package.module:function`` instead of the task's own reward.
 
     Raises:
-        ValueError: an unknown task, or data that is not there, with what to do.
+        ValueError: an unknown task or split, data that is not there, fewer rows than ``n``, with what to do.
     """
-    if n < 1:
+    if n is not None and n < 1:
         raise ValueError(f"n={n} must be at least 1")
-    if name in word_problems.FAMILIES:
-        drawn = word_problems.problems(split, n, seed=seed, family=name)
-        examples = [Example(p.prompt, p) for p in drawn]
-        return Task(name, examples, lambda text, p: word_problems.score(p, text), "exact match", max_new_tokens=96)
-    if name == "cnndm":
-        rows = summaries.cnndm(split, n, data_dir)
-        examples = [Example(row.chat, row.highlights) for row in rows]
-        return Task(name, examples, summaries.rouge2, "ROUGE-2 F", max_new_tokens=64)
-    raise ValueError(f"task={name!r} is unknown: use one of {', '.join(TASKS)}")
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r} is unknown: use one of {', '.join(SPLITS)}")
+    if own.is_file_task(name):
+        return own.load(name, split=split, n=n, chat=chat, reward=reward)
+    if name not in _LOADERS:
+        raise ValueError(
+            f"task={name!r} is unknown: use one of {', '.join(TASKS)}, or your own file: rows.jsonl or my_task.py"
+        )
+    task = _LOADERS[name](name, split=split, n=n, seed=seed, data_dir=data_dir, chat=chat)
+    return replace(task, reward=load_function(reward)) if reward is not None else task

@@ -21,9 +21,12 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+from diversed.tasks.contract import Example, Task, text_of
 
 Family = Literal["shop", "tally"]
 Split = Literal["train", "validation", "test"]
@@ -92,6 +95,19 @@ def final_answer(text: str) -> int | None:
 def score(problem: Problem, completion: str) -> float:
     """1 where the stated answer is the right one, else 0 (exact match, as for GSM8K)."""
     return float(final_answer(completion) == problem.answer)
+
+
+def load(name: str, *, split: str, n: int | None, seed: int, data_dir: str | Path | None, chat: bool) -> Task:
+    """``n`` problems drawn from ``seed`` (None: 4,000 for training, else 1,000), as text whatever ``chat`` says."""
+    count = n if n is not None else 4000 if split == "train" else 1000
+    drawn = problems(cast(Split, split), count, seed=seed, family=cast(Family, name))
+    examples = [Example(p.prompt, {"answer": p.answer, "solution": p.solution}) for p in drawn]
+    return Task(name, split, examples, exact_match, exact_match, "exact match", max_new_tokens=96)
+
+
+def exact_match(prompts: Any, completions: Sequence[Any], answer: Sequence[int], **columns: Any) -> list[float]:
+    """1 where the answer stated after ``####`` is the right one, else 0."""
+    return [float(final_answer(text_of(c)) == right) for c, right in zip(completions, answer, strict=True)]
 
 
 class _Pen:
