@@ -1,0 +1,447 @@
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from diversed import ModelPair, generate
+from diversed.tasks.word_problems import problems
+from diversed.training import distill_student
+from diversed.training.distill import DistillSettings, distill
+from diversed.training.distill_loss import backward_in_chunks, divergences, head_of, hidden_states
+from diversed.training.distill_student import shallow_student
+from diversed.training.distill_text import Lesson, batch_at, collate, sampled_sequences
+from models import character_tokenizer, noisy, random_prompts, tiny
+
+PROMPTS = ["abc", "dead beef", "The 3 foxes", "xyz zy", "9 times 7", "Hello", "no no no", "ab ab ab"]
+HELD_OUT = ["fox", "12 34", "beef", "the end"]
+QUICK = DistillSettings(
+    layers=(0,), max_new_tokens=12, steps=10, batch_size=4, warmup=2, precision="float32", checkpoint_every=5
+)
+
+
+def target(**changes: Any) -> Any:
+    """A target whose layers matter, of four layers and with an untied output layer."""
+    return tiny(scale=5.0, **({"num_hidden_layers": 4} | changes))
+
+
+def run(out: Path, settings: DistillSettings = QUICK, **kwargs: Any) -> Any:
+    arguments = {"held_out_prompts": HELD_OUT} | kwargs
+    model = arguments.pop("target", None)
+    return distill(
+        target() if model is None else model,
+        arguments.pop("draft", None),
+        character_tokenizer(),
+        arguments.pop("prompts", PROMPTS),
+        settings,
+        out,
+        **arguments,
+    )
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------
+
+
+def exact(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+    p, q = target_logits.double().softmax(-1), draft_logits.double().softmax(-1)
+    return (p * (p.log() - q.log())).sum(-1), 0.5 * (p - q).abs().sum(-1)
+
+
+def test_divergences_and_gradients_equal_a_plain_float64_formula():
+    torch.manual_seed(0)
+    logits, theirs = 3 * torch.randn(5, 7, 90), (3 * torch.randn(5, 7, 90)).requires_grad_()
+    plain = theirs.detach().double().requires_grad_()
+    for which in (0, 1):
+        ours, reference = divergences(logits, theirs)[which], exact(logits, plain)[which]
+        torch.testing.assert_close(ours.double(), reference, rtol=1e-5, atol=1e-6)
+        (gradient,) = torch.autograd.grad(ours.sum(), theirs)
+        (expected,) = torch.autograd.grad(reference.sum(), plain)
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_vocabularies_of_different_sizes():
+    torch.manual_seed(0)
+    wide, narrow = torch.randn(3, 20), torch.randn(3, 12)
+    p, q = wide.softmax(-1), torch.nn.functional.pad(narrow.softmax(-1), (0, 8))
+    expected = 0.5 * (p - q).abs().sum(-1)
+    for kl, tv in (divergences(wide, narrow), divergences(narrow, wide)):
+        torch.testing.assert_close(tv, expected)
+        assert kl.isfinite().all()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("tv_weight", [0.0, 2.0])
+def test_chunks_give_the_gradients_of_the_undivided_loss(chunk: int, tv_weight: float):
+    teacher, student = target(), target(seed=1, num_hidden_layers=1)
+    lessons = [Lesson(p[:3], p[3:]) for p in random_prompts([9, 5, 14])]
+    batch = collate(lessons, 0.3, torch.device("cpu"))
+    with torch.no_grad():
+        taught = hidden_states(teacher, batch.ids).flatten(0, 1)[batch.positions]
+
+    def no_autocast() -> torch.autocast:
+        return torch.autocast("cpu", enabled=False)
+
+    sums = backward_in_chunks(
+        taught,
+        hidden_states(student, batch.ids).flatten(0, 1)[batch.positions],
+        batch.weights,
+        head_of(teacher),
+        head_of(student),
+        total_weight=batch.total_weight,
+        tv_weight=tv_weight,
+        chunk=chunk,
+        autocast=no_autocast,
+    )
+    ours = [p.grad.clone() for p in student.parameters()]
+    student.zero_grad()
+    # Sequence by sequence, without padding, straight from the models' own logits.
+    loss, kls = torch.zeros((), dtype=torch.double), 0.0
+    for lesson in lessons:
+        ids = torch.tensor([lesson.prompt + lesson.completion])
+        kl, tv = exact(teacher(ids).logits[0, :-1].detach(), student(ids).logits[0, :-1])
+        weights = torch.tensor([0.3] * (len(lesson.prompt) - 1) + [1.0] * len(lesson.completion))
+        loss = loss + (weights * (kl + tv_weight * tv)).sum() / batch.total_weight
+        kls += float((weights * kl.detach()).sum()) / batch.total_weight
+    loss.backward()
+    assert sums[0].item() == pytest.approx(kls, rel=1e-4)
+    for a, p in zip(ours, student.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, rtol=2e-3, atol=2e-5 * float(p.grad.abs().max()) + 1e-9)
+
+
+# --- the text -------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_visits_every_sequence_once():
+    lengths = tuple(torch.randint(5, 60, (101,)).tolist())
+    epoch = [batch_at(step, lengths, 4, seed=3) for step in range(26)]
+    assert sorted(i for batch in epoch for i in batch) == list(range(101))
+    assert sorted(i for step in range(26, 52) for i in batch_at(step, lengths, 4, seed=3)) == list(range(101))
+    assert batch_at(26, lengths, 4, seed=3) != epoch[0]
+
+
+def test_sampled_text_does_not_depend_on_batches_or_interruptions(tmp_path: Path):
+    pair = ModelPair(target(), target(), character_tokenizer())
+    prompts: list[list[int] | None] = [*random_prompts([3, 8, 5]), None]
+
+    def sample(name: str, batch: int, **kwargs: Any) -> list[Lesson]:
+        settings = {"samples_per_prompt": 3, "max_new_tokens": 8, "temperature": 1.0, "seed": 4} | kwargs
+        return sampled_sequences(pair, prompts, tmp_path / name, batch_size=batch, **settings)
+
+    whole = sample("whole", 9)
+    assert len({tuple(x.completion) for x in whole if x.prompt == prompts[0]}) > 1  # several samples, not copies
+    assert sample("cut", 2, until=0.0) == []
+    sample("cut", 2)
+    lines = (tmp_path / "cut").read_text().splitlines(keepends=True)
+    (tmp_path / "cut").write_text("".join(lines[:4]) + lines[4][:10])  # killed while writing
+    assert sample("cut", 2) == whole
+    before = (tmp_path / "whole").read_text()
+    assert sample("whole", 9) == whole
+    assert (tmp_path / "whole").read_text() == before
+
+
+def test_given_text_ends_as_the_chat_template_ends_it(tmp_path: Path):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<a>' if m['role'] == 'user' else '<b>' }}{{ m['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<b>{% endif %}"
+    )
+    settings = dataclasses.replace(QUICK, text="given", steps=1)
+    seen: list[dict[str, Any]] = []
+    prompts = [[{"role": "user", "content": "hi"}], "hi", "unanswered"]
+    out = distill(
+        target(),
+        None,
+        tokenizer,
+        prompts,
+        settings,
+        tmp_path,
+        given=["yes", "yes", None],
+        progress=lambda step, total, row: seen.append(row),
+    )
+    assert out.before is None
+    assert out.after is None
+    # <a> h i </s> <b> + y e s </s>, and h i + y e s </s>
+    assert seen[-1]["tokens"] == 9 + 6
+    assert not (tmp_path / "texts.jsonl").exists()
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora_rank", [0, 8])
+def test_acceptance_rises_and_the_target_stays(tmp_path: Path, lora_rank: int):
+    if lora_rank:
+        pytest.importorskip("peft")
+    pair = ModelPair.embedded()
+    before = {k: v.clone() for k, v in pair.target.state_dict().items()}
+    settings = DistillSettings(
+        layers=(0, 5, 6),
+        lora_rank=lora_rank,
+        text="both",
+        samples_per_prompt=1,
+        max_new_tokens=40,
+        steps=60,
+        batch_size=8,
+        learning_rate=2e-3 if lora_rank == 0 else 5e-3,
+        sampling_batch=32,
+        precision="float32",
+        evaluate_every=30,
+    )
+    taught, held_out = problems("train", 96, seed=1, family="shop"), problems("validation", 24, seed=7, family="shop")
+    phases: list[str] = []
+    result = distill(
+        pair.target,
+        None,
+        pair.tokenizer,
+        [p.prompt for p in taught[:32]] + [p.prompt for p in taught[32:]],
+        dataclasses.replace(settings, text="given"),
+        tmp_path,
+        given=[p.solution for p in taught],
+        held_out_prompts=[p.prompt for p in held_out],
+        progress=lambda step, total, row: phases.append(row["phase"]),
+    )
+    assert result.before.sequences == 24
+    assert result.after.ci[0] > result.before.ci[1] + 0.1
+    assert result.after.mean > 0.4
+    assert set(phases) == {"sampling", "training", "held-out"}
+    assert [r["step"] for r in metrics(tmp_path) if "held_out_acceptance" in r] == [0, 30, 60]
+    assert all(torch.equal(v, before[k]) for k, v in pair.target.state_dict().items())
+    assert all(p.requires_grad for p in pair.target.parameters())
+    assert (tmp_path / "curve.png").stat().st_size > 5000
+    # The measure is lossless acceptance: the engine accepts about as much.
+    drafted = ModelPair(pair.target, result.draft, pair.tokenizer)
+    stats = generate(drafted, [p.prompt for p in held_out], num_speculative_tokens=1, max_new_tokens=40, seed=0).stats
+    assert stats.acceptance_rate == pytest.approx(result.after.mean, abs=0.1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_saved_draft_is_an_ordinary_model(tmp_path: Path, family: str, dtype: torch.dtype):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    changes = {"layer_types": kinds} if family == "gemma3" else {}
+    model = target(family=family, **changes).to(dtype)
+    model.generation_config = GenerationConfig(eos_token_id=[5, 6], pad_token_id=0)
+    settings = dataclasses.replace(QUICK, layers=(0, 3), steps=3, precision="bf16")
+    result = run(tmp_path, settings, target=model)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype="auto")
+    assert loaded.dtype == dtype
+    assert loaded.config.num_hidden_layers == 2
+    assert loaded.generation_config.eos_token_id == [5, 6]
+    assert getattr(loaded.config, "layer_types", None) in (None, [kinds[0], kinds[3]], ["full_attention"] * 2)
+    if family == "gemma3":
+        assert loaded.config.layer_types == [kinds[0], kinds[3]]
+    ids = torch.tensor(random_prompts([40]))
+    assert torch.equal(loaded(ids).logits, result.draft(ids).logits)
+    assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert torch.equal(loaded.get_output_embeddings().weight, model.get_output_embeddings().weight)
+    assert not torch.equal(loaded.model.layers[1].mlp.up_proj.weight, model.model.layers[3].mlp.up_proj.weight)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "draft")
+    pair = ModelPair(model, loaded, tokenizer)
+    out = generate(pair, ["abc", "fox 12"], num_speculative_tokens=3, max_new_tokens=24, ignore_eos=True, seed=0)
+    assert [len(ids) for ids in out.token_ids] == [24, 24]
+
+
+def test_a_student_of_all_layers_is_the_target():
+    model = target(family="gemma3", layer_types=["sliding_attention"] * 3 + ["full_attention"])
+    student = shallow_student(model, range(4))
+    ids = torch.tensor(random_prompts([40]))
+    torch.testing.assert_close(student(ids).logits, model(ids).logits)
+    assert student.get_input_embeddings() is model.get_input_embeddings()
+
+
+def test_checkpoints_hold_layers_and_final_norm_alone(tmp_path: Path):
+    from safetensors import safe_open
+
+    run(tmp_path, dataclasses.replace(QUICK, steps=3))
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    with safe_open(folder / "layers.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert folder.name == "step-0000003"
+    assert names == {
+        n for n, _ in shallow_student(target(), (0,)).named_parameters() if n.startswith("model.layers")
+    } | {"model.norm.weight"}
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_an_existing_draft_improves_and_the_one_passed_in_stays(tmp_path: Path, lora_rank: int):
+    if lora_rank:
+        pytest.importorskip("peft")
+    model = target()
+    draft = noisy(model, 0.3)
+    before = {k: v.clone() for k, v in draft.state_dict().items()}
+    settings = dataclasses.replace(QUICK, layers=None, steps=60, lora_rank=lora_rank, samples_per_prompt=4)
+    settings = dataclasses.replace(settings, learning_rate=5e-3 if lora_rank else 3e-3)
+    result = run(tmp_path, settings, target=model, draft=draft, held_out_prompts=[*HELD_OUT, *PROMPTS])
+    assert result.after.mean > result.before.mean + 0.02
+    assert all(torch.equal(v, before[k]) for k, v in draft.state_dict().items())
+    changed = not torch.equal(result.draft.get_input_embeddings().weight, draft.get_input_embeddings().weight)
+    assert changed == (lora_rank == 0)
+    assert not [n for n, _ in result.draft.named_parameters() if "lora" in n]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path, lora_rank: int):
+    if lora_rank:
+        pytest.importorskip("peft")
+    settings = dataclasses.replace(QUICK, lora_rank=lora_rank, steps=24, evaluate_every=5, precision="bf16")
+    straight = run(tmp_path / "straight", settings)
+
+    def kill(step: int, total: int, row: dict[str, Any]) -> None:
+        if row["phase"] == "held-out" and step == 15:  # after the checkpoint of step 10, before that of 15
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path / "killed", settings, progress=kill)
+    assert not (tmp_path / "killed" / "draft").exists()
+    again = run(tmp_path / "killed", settings, resume=True)
+    for a, b in zip(again.draft.parameters(), straight.draft.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert (again.before, again.after) == (straight.before, straight.after)
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")
+    for name in ("texts.jsonl", "held-out.jsonl", "run.json"):
+        assert (tmp_path / "killed" / name).read_text() == (tmp_path / "straight" / name).read_text()
+    run(tmp_path / "killed", settings, resume=True)  # nothing left to do
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")
+
+
+def test_a_fresh_process_goes_on_to_the_same_numbers(tmp_path: Path):
+    straight = run(tmp_path / "straight")
+
+    def kill(step: int, total: int, row: dict[str, Any]) -> None:
+        if row["phase"] == "held-out" and step == 6:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path / "killed", dataclasses.replace(QUICK, evaluate_every=6), progress=kill)
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]; import torch; torch.set_num_threads(1); from pathlib import Path; "
+        "from test_distill import run; run(Path(sys.argv[1]), resume=True)"
+    )
+    here = Path(__file__).parent
+    subprocess.run([sys.executable, "-c", script, tmp_path / "killed", here, here.parent], check=True)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "killed" / "draft")
+    for a, b in zip(again.parameters(), straight.draft.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_ctrl_c_saves_a_checkpoint(tmp_path: Path):
+    def press(step: int, total: int, row: dict[str, Any]) -> None:
+        if row["phase"] == "held-out" and step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    settings = dataclasses.replace(QUICK, checkpoint_every=1000, evaluate_every=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "pressed", settings, progress=press)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert [f.name for f in (tmp_path / "pressed" / "checkpoints").iterdir()] == ["step-0000003"]
+    again, straight = run(tmp_path / "pressed", settings, resume=True), run(tmp_path / "straight", settings)
+    assert again.after == straight.after
+
+
+def test_the_budget_stops_in_time_and_the_draft_is_there(tmp_path: Path):
+    settings = dataclasses.replace(QUICK, steps=1_000_000, budget_seconds=4.0, evaluate_every=100_000)
+    settings = dataclasses.replace(settings, checkpoint_every=100_000)
+    result = run(tmp_path, settings)
+    assert result.stopped == "budget"
+    assert 0 < result.steps < 1_000_000
+    assert result.seconds < 5.5
+    rows = [r for r in metrics(tmp_path) if "learning_rate" in r]
+    assert rows[-1]["learning_rate"] < 0.2 * settings.learning_rate  # the schedule follows the clock
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.num_hidden_layers == 1
+    more = run(tmp_path, dataclasses.replace(settings, budget_seconds=3.0), resume=True)
+    assert more.steps >= result.steps
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path: Path):
+    settings = dataclasses.replace(QUICK, steps=1)
+    run(tmp_path / "run", settings)
+    with pytest.raises(ValueError, match=r"output_dir=.* holds this run already: pass resume=True"):
+        run(tmp_path / "run", settings)
+    other = dataclasses.replace(settings, learning_rate=0.5, layers=(1,))
+    with pytest.raises(
+        ValueError, match=r"another run.*layers \(\[0\] there, \[1\] here\), learning_rate \(0.001 there"
+    ):
+        run(tmp_path / "run", other, resume=True)
+    with pytest.raises(ValueError, match=r"another run.*differs in target_weights"):
+        run(tmp_path / "run", settings, target=target(intermediate_size=48), resume=True)
+    with pytest.raises(ValueError, match=r"another run.*differs in prompts"):
+        run(tmp_path / "run", settings, prompts=PROMPTS[1:], resume=True)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match="holds other files and no run"):
+        run(tmp_path / "files", settings)
+    with pytest.raises(ValueError, match=r"output_dir=.* cannot be written"):
+        run(tmp_path / "files" / "thesis.tex", settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        ({"layers": (0, 4)}, {}, r"layers=\(0, 4\) must name .* 4 layers, 0 to 3: 4 is none"),
+        ({"layers": ()}, {}, r"layers=\(\) must name at least one"),
+        ({}, {"prompts": []}, "prompts holds no prompt"),
+        ({"max_prompt_tokens": 2}, {}, r"prompts: each of the 8 prompts is longer than max_prompt_tokens=2 .*3\)"),
+        ({"text": "given"}, {}, "text='given' needs completions: pass given="),
+        ({"text": "given"}, {"given": ["a"]}, "given has 1 completions for 8 prompts"),
+        ({"text": "given"}, {"given": [None] * 8}, "no text to learn from"),
+        ({"text": "own"}, {}, "text='own' must be 'target', 'given' or 'both'"),
+        ({"steps": 0}, {}, "steps=0 must be a whole number above 0"),
+        ({"learning_rate": float("nan")}, {}, "learning_rate=nan must be a number above 0"),
+        ({"tv_from": 1.5}, {}, "tv_from=1.5 must be between 0 and 1"),
+        ({"budget_seconds": 0}, {}, "budget_seconds=0 must be"),
+    ],
+)
+def test_errors_name_the_argument(tmp_path: Path, settings: dict[str, Any], arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, dataclasses.replace(QUICK, **settings), **arguments)
+
+
+def test_models_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gpt2 = tiny("gpt2")
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no .model.layers .* pass draft="):
+        run(tmp_path / "a", target=gpt2)
+    with pytest.raises(ValueError, match=r"layers=\(0,\) chooses layers of the target: leave it out"):
+        run(tmp_path / "b", draft=target(num_hidden_layers=1))
+    scaled = target()
+    scaled.lm_head.register_forward_hook(lambda module, args, out: out)  # harmless
+    forward: Callable[..., Any] = scaled.forward
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.logits = 2 * out.logits
+        return out
+
+    scaled.forward = doubled
+    with pytest.raises(ValueError, match="target: LlamaForCausalLM scales or changes its logits"):
+        run(tmp_path / "c", target=scaled)
+
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(distill_student.importlib, "import_module", missing)
+    with pytest.raises(ValueError, match=r"lora_rank=4 needs peft: pip install 'diversed\[train\]'"):
+        run(tmp_path / "d", dataclasses.replace(QUICK, lora_rank=4))
+
+
+def test_gpt2_may_be_a_draft_of_its_own(tmp_path: Path):
+    settings = dataclasses.replace(QUICK, layers=None, steps=2)
+    result = run(tmp_path, settings, target=tiny("gpt2"), draft=tiny("gpt2", seed=1, n_inner=48))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.n_inner == 48
+    assert result.steps == 2
