@@ -29,7 +29,7 @@ def generate(
     messages: Messages | None = None,
     verifier: Verifier | None = None,
     num_speculative_tokens: int = 5,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | Sequence[int] = 256,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -54,6 +54,7 @@ def generate(
             one of them. ``messages`` is one chat or a list of chats, put through the tokenizer's chat template.
         verifier: the verification distribution; lossless where None.
         num_speculative_tokens: N, drafted tokens per target pass. 0 decodes with the target alone.
+        max_new_tokens: at most so many new tokens, for all prompts or one number each.
         temperature: 0 is greedy: a drafted token stays while it equals the argmax of nu.
         top_k, top_p, min_p, repetition_penalty, logits_processor: as in transformers; they shape both models'
             distributions at every position, and what they forbid for the target is never emitted.
@@ -82,7 +83,8 @@ def generate(
             f"num_speculative_tokens={num_speculative_tokens!r} must be a whole number: at least 1, "
             "or 0 for the target alone"
         )
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+    most = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens]
+    for name, value in (*(("max_new_tokens", m) for m in most), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
     if bonus not in ("target", "verifier"):
@@ -103,12 +105,15 @@ def generate(
         trace=trace,
     )
     seeds = spread_seed(seed, len(encoded))
+    if len(most) not in (1, len(encoded)):
+        raise ValueError(f"max_new_tokens has {len(most)} entries for {len(encoded)} prompts: give one each, or one")
+    most = most * len(encoded) if len(most) == 1 else most
     sequences = [
         Generating(
             index=i,
             ids=list(ids),
             prompt_length=len(ids),
-            max_new_tokens=min(max_new_tokens, (pair.context or 1 << 62) - len(ids)),
+            max_new_tokens=min(most[i], (pair.context or 1 << 62) - len(ids)),
             generator=torch.Generator().manual_seed(seeds[i]),
             counts=Counts.zero(num_speculative_tokens),
         )

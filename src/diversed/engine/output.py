@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]

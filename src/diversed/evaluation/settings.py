@@ -16,8 +16,8 @@ TARGET_ONLY, DRAFT_ONLY = "target-only", "draft-only"
 @functools.lru_cache(maxsize=64)
 def load_verifier(spec: str) -> Verifier:
     """A verifier from its name: ``lossless``, ``static:0.7`` (the weight on the target), ``entropy:0.7`` (strict
-    below so many nats), ``learned`` or ``learned:tally`` (the embedded pair's heads), or a folder or Hub id of a
-    trained head."""
+    below so many nats), ``learned`` or ``learned:tally`` (the embedded pair's heads), or the folder or Hub id
+    of a trained head, or a training run's folder."""
     kind, _, argument = spec.partition(":")
     if spec == "lossless":
         return Lossless()
@@ -35,10 +35,12 @@ def load_verifier(spec: str) -> Verifier:
         from diversed.pairs import HEADS
 
         return LearnedEnsemble.from_pretrained(_head_folder(HEADS, argument or "shop", spec))
+    if (Path(spec) / "config.json").is_file() and (Path(spec) / "head").is_dir():
+        return load_verifier(str(Path(spec) / "head"))  # a training run's folder
     if not Path(spec).is_dir() and spec.count("/") != 1:
         raise ValueError(
-            f"verifier={spec!r} is unknown: use lossless, static:W, learned (the embedded pair's head), or the folder "
-            "or Hub id of a trained head"
+            f"verifier={spec!r} is unknown: use lossless, static:W, entropy:H, learned (the embedded pair's head), or "
+            "the folder or Hub id of a trained head or a training run"
         )
     try:
         return LearnedEnsemble.from_pretrained(spec)

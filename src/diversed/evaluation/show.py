@@ -9,6 +9,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from diversed.evaluation.compare import Statement
 from diversed.evaluation.sweep import Row
 
 
@@ -59,6 +60,28 @@ def frontier_table(rows: Sequence[Row], title: str, score_name: str) -> Table:
         f"n = {rows[0]['n']} prompts, seed {rows[0]['seed']}, ± 95 %; q is the quality dial; "
         "speed-up over target-only, one prompt at a time"
     )
+    return table
+
+
+def statement_table(found: Sequence[Statement], n: int) -> Table:
+    """What a setting costs against the target, and gains over a static weight of equal acceptance, prompt by prompt."""
+    table = Table(
+        title=f"Compared prompt by prompt (n = {n}, 95 % intervals)",
+        title_justify="left",
+        caption="acceptance: per examined position; over static: at equal acceptance, between two static weights",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("verifier", overflow="fold")
+    for name in ("acceptance", "score", "over target", "over static"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for f in found:
+        cells = [with_interval(f.acceptance, f.acceptance_ci), with_interval(f.score, f.score_ci)]
+        for value, ci in ((f.over_target, f.over_target_ci), (f.over_static, f.over_static_ci)):
+            cells.append("–" if value is None else f"{value:+.3f}"[0] + with_interval(abs(value), ci))
+        table.add_row(f.setting.label, *cells, style="bold" if f.setting.quality is not None else None)
     return table
 
 

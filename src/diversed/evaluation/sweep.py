@@ -55,6 +55,7 @@ class Measurement:
     scores: list[float]
     drafted: list[int]
     accepted: list[int]
+    rejected: list[int]
     target_calls: list[int]
     tokens: list[int]
     time: dict[str, float]  # seconds, the parts of TimeSplit
@@ -81,6 +82,7 @@ def measure(
         scores=judge(task.score, task.examples[start:end], out.texts, "score"),
         drafted=[sum(c.drafted) for c in counts],
         accepted=[sum(c.accepted) for c in counts],
+        rejected=[c.rejected for c in counts],
         target_calls=[c.target_calls for c in counts],
         tokens=[c.tokens for c in counts],
         time=asdict(out.stats.time),
@@ -142,6 +144,7 @@ def configuration(pair: ModelPair, task: Task, plan: Plan) -> Row:
         "target": pair.target_name,
         "draft": pair.draft_name,
         "task": task.name,
+        "split": task.split,
         "n": len(task.examples),
         "max_new_tokens": task.max_new_tokens,
         "batch_size": plan.batch_size,
@@ -164,8 +167,12 @@ def append_line(path: Path, row: Row) -> None:
         ) from error
 
 
-def read_measurements(path: Path, header: Row) -> list[Measurement]:
-    """The measurements a file holds. A line cut off by a crash is dropped; a new file gets its header."""
+def read_measurements(path: Path, header: Row | None = None) -> list[Measurement]:
+    """The measurements a file holds. A line cut off by a crash is dropped; with ``header``, a new file gets it and a
+    file with another one is refused."""
+    if header is None:
+        written = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+        return [Measurement(**(row | {"setting": Setting(**row["setting"])})) for row in written]
     if not path.exists() or not path.stat().st_size:
         append_line(path, header)
         return []
@@ -200,12 +207,14 @@ def summarise(measurements: Sequence[Measurement], pair: ModelPair, task: Task, 
         quality = [m for m in measurements if m.setting == setting and m.timed == (plan.batch_size == 1)]
         if not quality:
             continue
-        scores, drafted, accepted, calls, tokens = (
+        scores, drafted, accepted, rejected, calls, tokens = (
             [x for m in quality for x in getattr(m, name)]
-            for name in ("scores", "drafted", "accepted", "target_calls", "tokens")
+            for name in ("scores", "drafted", "accepted", "rejected", "target_calls", "tokens")
         )
         score, score_ci = mean_interval(scores)
         rate, rate_ci = ratio_interval(accepted, drafted) if sum(drafted) else (None, None)
+        examined = [a + r for a, r in zip(accepted, rejected, strict=True)]
+        at_position, at_position_ci = ratio_interval(accepted, examined) if sum(examined) else (None, None)
         baseline = per_token.get(Setting(TARGET_ONLY, None, 0, setting.temperature))
         mine = per_token.get(setting)
         normalised = mine / baseline if mine and baseline else None
@@ -222,6 +231,8 @@ def summarise(measurements: Sequence[Measurement], pair: ModelPair, task: Task, 
                 "score_ci": score_ci,
                 "acceptance_rate": rate,
                 "acceptance_ci": rate_ci,
+                "position_acceptance": at_position,
+                "position_acceptance_ci": at_position_ci,
                 "block_efficiency": 1 + sum(accepted) / sum(calls) if setting.speculates else None,
                 "tokens_per_target_call": sum(tokens) / sum(calls) if setting.verifier != "draft-only" else None,
                 "tokens_per_second": 1 / mine if mine else None,

@@ -1,0 +1,3 @@
+from diversed.cli import main
+
+main()

@@ -1,0 +1,291 @@
+"""Commands that measure: demo, bench, eval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from diversed.cli.options import (
+    ORIGIN_STYLES,
+    TASK_HELP,
+    DataOption,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    JsonOption,
+    SeedOption,
+    TargetOption,
+    TemperatureOption,
+    TokensOption,
+    coloured,
+    console,
+    has_chat_template,
+    load_pair,
+    progress_bar,
+)
+
+
+def demo(
+    output_dir: Annotated[Path, typer.Option(help="Where frontier.png and rows.json go.")] = Path("runs/demo"),
+    task: Annotated[str, typer.Option(help="shop or tally, the embedded pair's two families of problems.")] = "shop",
+    n: Annotated[int, typer.Option(help="Held-out problems for accuracy and acceptance.")] = 300,
+    timing_n: Annotated[int, typer.Option(help="Problems answered one at a time for wall-clock speed.")] = 20,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """See it work, offline: the embedded pair under every verifier, side by side.
+
+    Two small Llama models inside the package solve held-out word problems. The table shows what each verifier gains
+    (accepted drafts, tokens per target pass, speed) and what it costs (accuracy).
+    """
+    from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
+    from diversed.evaluation.sweep import Plan
+
+    head = f"learned:{task}"
+    settings = [Setting(TARGET_ONLY, num_speculative_tokens=0), Setting(DRAFT_ONLY, num_speculative_tokens=0)]
+    settings += [Setting(v) for v in ("lossless", "static:0.8", "static:0.5", "static:0.2")]
+    settings += [Setting(head, quality=q) for q in (0.9, 0.5, 0.1)]
+    rows = run_sweep(
+        load_pair(None, None),
+        task,
+        Plan(tuple(settings), batch_size=50, timing_n=timing_n, seed=seed),
+        n=n,
+        data_dir=None,
+        output_dir=output_dir,
+        json_file=json_file,
+        resume=False,
+        title=f"Embedded pair, {task} problems, T = 1, N = 5",
+    )
+    show_sample(task, head, seed)
+    alone, fast = rows[0], max((r for r in rows if r["verifier"] == head), key=lambda r: r["score"])
+    console.print(
+        f"\n{head} at quality {fast['quality']:g} answers {fast['speedup']:.1f} times as fast as the target alone; "
+        f"score {fast['score']:.3f} against {alone['score']:.3f}."
+    )
+
+
+def show_sample(task_name: str, head: str, seed: int) -> None:
+    """One answer, its tokens coloured by where they came from."""
+    from diversed.evaluation.settings import Setting
+    from diversed.evaluation.sweep import answer
+    from diversed.tasks import load_task
+
+    pair = load_pair(None, None)
+    task = load_task(task_name, n=1, seed=seed)
+    out = answer(pair, task, Setting(head, quality=0.5), 0, 1, seed=seed, trace=True)
+    assert out.trace is not None
+    console.print(Text(f"\n{task.examples[0].prompt}", style="dim"), end="")
+    console.print(coloured(pair, out.trace[0]))
+    legend = Text("tokens: ")
+    for origin, style in ORIGIN_STYLES.items():
+        legend.append(f"{origin} ", style=style)
+    console.print(legend)
+
+
+def bench(
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    task: Annotated[
+        str | None, typer.Option(help=f"{TASK_HELP} Default: that of a training run among the verifiers, or shop.")
+    ] = None,
+    verifier: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Repeat for several: lossless, static:W, learned, the folder of a head or of a training run. "
+            "Default: a spread of all."
+        ),
+    ] = None,
+    quality: Annotated[
+        list[float] | None, typer.Option(help="Repeat for several: dial settings of the learned heads.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        list[int] | None, typer.Option("--num-speculative-tokens", "-N", help="Repeat for several; default 3, 5, 7.")
+    ] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="Repeat for several; default 1.0.")] = None,
+    n: Annotated[int, typer.Option(help="Prompts per setting.")] = 200,
+    batch_size: Annotated[
+        int, typer.Option(help="Prompts at a time for score and acceptance; 1: one pass serves speed too.")
+    ] = 50,
+    timing_n: Annotated[int, typer.Option(help="Prompts answered one at a time for wall-clock speed.")] = 20,
+    output_dir: Annotated[Path, typer.Option(help="Measurements, rows and picture; the same folder goes on.")] = Path(
+        "runs/bench"
+    ),
+    data_dir: DataOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Sweep verifiers, qualities, N and temperatures on one task: the frontier of score against acceptance and speed.
+
+    Target-only decoding always runs beside the others as the baseline. An interrupted run goes on where it stopped
+    when it is started again with the same --output-dir.
+
+      diversed bench --verifier lossless --verifier static:0.5 --verifier learned --quality 0.3 --quality 0.7 -N 5
+    """
+    from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, load_verifier
+    from diversed.evaluation.sweep import Plan
+    from diversed.tasks.word_problems import FAMILIES
+    from diversed.verifiers import LearnedEnsemble
+
+    for spec in verifier or []:
+        if task is None and (Path(spec) / "config.json").is_file():
+            target, draft, task = of_the_run(Path(spec), target, draft, task)
+    task = task or "shop"
+    embedded = target is None and draft is None
+    default = ["lossless", "static:0.8", "static:0.5", "static:0.2"] + (
+        [f"learned:{task}"] if embedded and task in FAMILIES else []
+    )
+    settings: list[Setting] = []
+    for t in temperature or [1.0]:
+        settings += [Setting(TARGET_ONLY, num_speculative_tokens=0, temperature=t)]
+        settings += [Setting(DRAFT_ONLY, num_speculative_tokens=0, temperature=t)]
+        for count in num_speculative_tokens or [3, 5, 7]:
+            if count < 1:
+                raise ValueError(f"num_speculative_tokens={count} must be at least 1; target-only runs in any case")
+            for spec in verifier or default:
+                learned = isinstance(load_verifier(spec), LearnedEnsemble)
+                for q in (quality or [0.1, 0.3, 0.5, 0.7, 0.9]) if learned else [None]:
+                    settings.append(Setting(spec, q, count, t))
+    run_sweep(
+        load_pair(target, draft, dtype, device),
+        task,
+        Plan(tuple(dict.fromkeys(settings)), batch_size, timing_n, seed),
+        n=n,
+        data_dir=data_dir,
+        output_dir=output_dir,
+        json_file=json_file,
+        resume=True,
+        title=f"{task}: {target or 'embedded pair'}",
+    )
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A training run's folder, or a head's.")],
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    task: Annotated[str | None, typer.Option(help="Another task than the head's own.")] = None,
+    split: Annotated[str, typer.Option(help="test, or validation.")] = "test",
+    quality: Annotated[list[float] | None, typer.Option(help="Repeat for several dial settings.")] = None,
+    verifier: Annotated[list[str] | None, typer.Option(help="Further verifiers beside the standard ones.")] = None,
+    num_speculative_tokens: TokensOption = 5,
+    temperature: TemperatureOption = 1.0,
+    n: Annotated[int | None, typer.Option(help="Prompts; default: 1,000, or all there are if fewer.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts at a time.")] = 50,
+    timing_n: Annotated[int, typer.Option(help="Prompts answered one at a time for wall-clock speed.")] = 0,
+    output_dir: Annotated[Path | None, typer.Option(help="Default: a folder inside the run's.")] = None,
+    data_dir: DataOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure a trained head on the test split: does it keep the target's score, and does it beat a static weight?
+
+    Runs the head at several qualities beside target-only decoding, lossless verification and the static curve, all on
+    the same prompts, and compares them prompt by prompt. Pair and task are those of the run.
+
+      diversed eval runs/train --n 1000 --timing-n 20
+    """
+    from diversed.evaluation.compare import by_setting, statements
+    from diversed.evaluation.settings import TARGET_ONLY, Setting, load_verifier
+    from diversed.evaluation.show import statement_table, write_json
+    from diversed.evaluation.sweep import Plan, read_measurements
+    from diversed.verifiers import LearnedEnsemble
+
+    target, draft, task = of_the_run(run, target, draft, task)
+    head = str(run)
+    baseline = Setting(TARGET_ONLY, None, 0, temperature)
+    statics = [f"static:{w:g}" for w in (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1, 0.0)]
+    curve = [Setting(v, None, num_speculative_tokens, temperature) for v in ("lossless", *statics)]
+    settings = [baseline, *curve]
+    for spec in (head, *(verifier or [])):
+        learned = isinstance(load_verifier(spec), LearnedEnsemble)
+        for q in (quality or [0.9, 0.7, 0.5, 0.3, 0.1]) if learned else [None]:
+            settings.append(Setting(spec, q, num_speculative_tokens, temperature))
+    folder = output_dir or run / f"eval-{task}-{split}-T{temperature:g}-seed{seed}"
+    plan = Plan(tuple(dict.fromkeys(settings)), batch_size, timing_n, seed)
+    rows = run_sweep(
+        load_pair(target, draft, dtype, device),
+        task,
+        plan,
+        n=n,
+        split=split,
+        data_dir=data_dir,
+        output_dir=folder,
+        json_file=json_file,
+        resume=True,
+        title=f"{task}, {split} split: {run}",
+    )
+    measured = by_setting(read_measurements(folder / "measurements.jsonl", None), timed=batch_size == 1)
+    measured = {s: m for s, m in measured.items() if s in plan.settings}
+    found = statements(measured, baseline, curve)
+    console.print(statement_table(found, len(measured[baseline].scores)))
+    write_json([vars(f) | {"setting": vars(f.setting)} for f in found], folder / "statements.json")
+    console.print(f"rows: {folder / 'rows.json'}   comparisons: {folder / 'statements.json'}   n = {rows[0]['n']}")
+
+
+def of_the_run(
+    run: Path, target: str | None, draft: str | None, task: str | None
+) -> tuple[str | None, str | None, str]:
+    """Pair and task of a training run or a head, as far as they are not given; the embedded pair needs no names."""
+    import json
+
+    path = run / "config.json"
+    if not path.is_file():
+        raise ValueError(f"run={str(run)!r} has no config.json: give the folder of a training run or of a head")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config = config.get("run", config)
+    made = config.get("pair") or {}
+    if target is None and draft is None and not str(made.get("target", "")).startswith("diversed/embedded"):
+        target, draft = made.get("target"), made.get("draft")
+    task = task or config.get("task")
+    if not task:
+        raise ValueError("task: the head's folder does not say what it was trained on; give --task")
+    return target, draft, str(task)
+
+
+def run_sweep(
+    pair: Any,
+    task_name: str,
+    plan: Any,
+    *,
+    n: int | None,
+    data_dir: Path | None,
+    output_dir: Path,
+    json_file: Path | None,
+    resume: bool,
+    title: str,
+    split: str = "test",
+) -> list[dict[str, Any]]:
+    """Measure, then print the table and write rows and picture."""
+    from diversed.evaluation.show import frontier_picture, frontier_table, write_json
+    from diversed.evaluation.sweep import summarise, sweep
+    from diversed.tasks import load_task
+
+    if plan.batch_size < 1:
+        raise ValueError(f"batch_size={plan.batch_size} must be at least 1")
+    task = load_task(task_name, split=split, n=n, data_dir=data_dir, seed=plan.seed, chat=has_chat_template(pair))
+    for setting in plan.settings:
+        setting.prepare(pair)  # what is wrong with a setting should show before the first measurement
+    path = output_dir / "measurements.jsonl"
+    if not resume and path.exists():
+        path.unlink()
+    with progress_bar() as bar:
+        job = bar.add_task("measuring", total=None)
+        measured = sweep(
+            pair, task, plan, path=path, progress=lambda done, total: bar.update(job, completed=done, total=total)
+        )
+    rows = summarise(measured, pair, task, plan)
+    for file in filter(None, (output_dir / "rows.json", json_file)):
+        write_json(rows, file)
+    console.print(frontier_table(rows, title, task.score_name))
+    picture = output_dir / "frontier.png"
+    if frontier_picture(rows, picture, title, task.score_name):
+        console.print(f"picture: {picture}   rows: {output_dir / 'rows.json'}")
+    else:
+        console.print(f"rows: {output_dir / 'rows.json'} (for the picture: pip install 'diversed\\[eval]')")
+    return rows

@@ -1,0 +1,99 @@
+"""Options that commands share, and what they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+console = Console()
+notes = Console(stderr=True)
+
+ORIGIN_STYLES = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
+
+TargetOption = Annotated[
+    str | None, typer.Option(help="Target: folder, Hub id or GGUF file. The embedded pair if not given.")
+]
+DraftOption = Annotated[str | None, typer.Option(help="Draft of the same family. Give both or neither.")]
+VerifierOption = Annotated[
+    str,
+    typer.Option(
+        help="lossless, static:W (weight W on the target), learned (the embedded head), or a head's folder or Hub id."
+    ),
+]
+QualityOption = Annotated[
+    float | None,
+    typer.Option(help="The dial, 0 to 1: 0.5 is the verifier as it is, 1 exactly the target, 0 takes every draft."),
+]
+TokensOption = Annotated[
+    int, typer.Option("--num-speculative-tokens", "-N", help="Drafted tokens per target pass; 0: the target alone.")
+]
+TemperatureOption = Annotated[float, typer.Option(help="Sampling temperature of both models; 0 is greedy.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16, for both models.")]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="As transformers' device_map: cuda:0, auto, ... (needs accelerate).")
+]
+SeedOption = Annotated[int, typer.Option(help="Makes the run reproducible: prompt i draws from seed + i.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the results to this file, as JSON rows.")]
+DataOption = Annotated[
+    Path | None, typer.Option(help="Folder with the tasks' data; default $DIVERSED_DATA, else the Hub.")
+]
+TASK_HELP = "shop, tally (embedded), gsm8k, mbpp, humaneval, cnndm, xsum, wmt, or your own: rows.jsonl or my_task.py."
+
+
+def load_pair(target: str | None, draft: str | None, dtype: str = "auto", device: str | None = None) -> Any:
+    """The pair of --target and --draft, or the embedded one."""
+    import torch
+
+    from diversed.engine import ModelPair
+
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype={dtype!r} is unknown: use auto, float32, bfloat16 or float16")
+    if (target is None) != (draft is None):
+        missing, given = ("draft", target) if draft is None else ("target", draft)
+        raise ValueError(
+            f"{missing} is missing: with {given!r} give both --target and --draft, or neither for the embedded pair"
+        )
+    if target is None or draft is None:
+        pair = ModelPair.embedded(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype))
+        for model in (pair.target, pair.draft) if device else ():
+            model.to(device)
+        return pair
+    with notes.status(f"loading {target} and {draft}"):
+        return ModelPair.from_pretrained(target, draft, dtype=dtype, device_map=device)
+
+
+def pick_verifier(spec: str, quality: float | None) -> Any:
+    from diversed.evaluation.settings import Setting, load_verifier
+
+    if quality is None:
+        return load_verifier(spec)
+    return Setting(spec, quality).prepare(None)[1]["verifier"]  # type: ignore[arg-type]
+
+
+def has_chat_template(pair: Any) -> bool:
+    return bool(getattr(pair.tokenizer, "chat_template", None))
+
+
+def progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=notes,
+        transient=True,
+    )
+
+
+def coloured(pair: Any, trace: Any) -> Text:
+    """The tokens of a trace in the colour of their origin."""
+    text = Text()
+    for token, origin in zip(trace.token_ids.tolist(), trace.origin, strict=True):
+        text.append(pair.tokenizer.decode([token], skip_special_tokens=True), style=ORIGIN_STYLES[origin])
+    return text

@@ -1,0 +1,344 @@
+"""Commands that train: train (a head), distill (a draft)."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from diversed.cli.options import (
+    TASK_HELP,
+    DataOption,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    TargetOption,
+    console,
+    has_chat_template,
+    load_pair,
+    notes,
+)
+
+BudgetOption = Annotated[str | None, typer.Option(help="Stop in time with the best so far: 90s, 30m, 2h.")]
+ResumeOption = Annotated[bool, typer.Option(help="Go on with the run in --output-dir, as if never interrupted.")]
+
+
+def train(
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    task: Annotated[str, typer.Option(help=TASK_HELP)] = "shop",
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="counterfactual (finish rejected tokens both ways; clear-cut rewards), montecarlo (every token of "
+            "whole rollouts; graded rewards), reinforce++ (the paper's), constrained (reward floor, dual ascent)."
+        ),
+    ] = "counterfactual",
+    output_dir: Annotated[Path, typer.Option(help="The run's folder: head, checkpoints, curves, log.")] = Path(
+        "runs/train"
+    ),
+    reward: Annotated[
+        str | None, typer.Option(help="Your own reward, f(prompts, completions, **columns): file.py:f or module:f.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="Share of the target's reward that may be lost.")] = 0.01,
+    price: Annotated[
+        float | None, typer.Option(help="What one accepted token is worth in reward; found by itself if not given.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Batches of rollouts.")] = 40,
+    prompts_per_step: Annotated[int, typer.Option(help="Prompts per batch of rollouts.")] = 64,
+    samples_per_prompt: Annotated[int, typer.Option(help="Rollouts per prompt.")] = 1,
+    num_speculative_tokens: Annotated[int, typer.Option("--num-speculative-tokens", "-N", help="Of the rollouts.")] = 5,
+    temperature: Annotated[float, typer.Option(help="Of the rollouts; above 0.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(help="Sequences generated at a time.")] = 64,
+    mlp_size: Annotated[int, typer.Option(help="Units of a hidden layer; 0: the linear head.")] = 0,
+    features: Annotated[bool, typer.Option(help="Let the head see entropies, TV and the like as well.")] = False,
+    hidden: Annotated[bool, typer.Option(help="Let the head see the hidden states.")] = True,
+    validate_every: Annotated[int, typer.Option(help="Steps between validations.")] = 10,
+    validation_n: Annotated[int, typer.Option(help="Validation prompts.")] = 200,
+    patience: Annotated[int, typer.Option(help="Validations without a better head before it ends; 0: never.")] = 0,
+    more: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any further setting of TrainSettings, NAME=VALUE: --set learning_rate=0.01."),
+    ] = None,
+    train_n: Annotated[int | None, typer.Option(help="Train on the first so many prompts only.")] = None,
+    budget: BudgetOption = None,
+    resume: ResumeOption = False,
+    trackers: Annotated[str | None, typer.Option(help="tensorboard, trackio, wandb, ... through accelerate.")] = None,
+    data_dir: DataOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    seed: Annotated[int, typer.Option(help="Decides prompts, their order and every draw.")] = 0,
+) -> None:
+    """Train a head for your pair and task. Without --target and --draft: the embedded pair.
+
+    Each step draws rollouts with the engine, scores them with the task's reward and improves the head; every few steps
+    the head is measured along its dial on validation prompts, and the best point is kept in OUTPUT_DIR/head.
+
+      diversed train --task tally --budget 5m --output-dir runs/tally
+      diversed eval runs/tally --n 500
+
+      diversed train --target big/ --draft small/ --task my_task.py --objective montecarlo --features --no-hidden
+    """
+    from diversed.tasks import load_task
+    from diversed.training.settings import TrainSettings
+    from diversed.training.trainer import train as run
+
+    settings = TrainSettings(
+        objective=objective,  # type: ignore[arg-type]
+        tolerance=tolerance,
+        price=price,
+        steps=steps,
+        prompts_per_step=prompts_per_step,
+        samples_per_prompt=samples_per_prompt,
+        num_speculative_tokens=num_speculative_tokens,
+        temperature=temperature,
+        batch_size=batch_size,
+        mlp_size=mlp_size,
+        features=features,
+        hidden=hidden,
+        validate_every=validate_every,
+        validation_n=validation_n,
+        patience=patience,
+        seed=seed,
+        **further(more or []),
+    )
+    seconds = parse_duration(budget)
+    pair = load_pair(target, draft, dtype, device or this_process_gpu())
+    known: dict[str, Any] = {"data_dir": data_dir, "seed": seed, "chat": has_chat_template(pair), "reward": reward}
+    train_task = load_task(task, split="train", n=train_n, **known)
+    validation = load_task(task, split="validation", **known)
+    if validation_n < len(validation.examples):
+        validation = load_task(task, split="validation", n=validation_n, **known)
+    with step_bar() as bar:
+        job = bar.add_task("training", total=steps, figures="")
+
+        def show(step: int, row: dict[str, Any]) -> None:
+            bar.update(job, completed=step, figures=step_figures(row))
+
+        result = run(
+            pair,
+            train_task,
+            validation,
+            settings,
+            output_dir,
+            resume=resume,
+            budget=seconds,
+            trackers=trackers,
+            progress=show,
+        )
+    best = result.best
+    console.print(
+        f"{result.steps} steps (ended by {result.stopped}); best head: {train_task.score_name} {best['score']:.3f} "
+        f"against {best['target_score']:.3f} lossless, acceptance per position {best['position_acceptance']:.3f} "
+        f"(validation, n = {best['n']})"
+    )
+    console.print(f"head: {result.folder / 'head'}   next: diversed eval {result.folder}")
+
+
+def further(pairs: list[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` settings that have no option of their own."""
+    from diversed.training.settings import TrainSettings
+
+    known = {f.name for f in fields(TrainSettings)}
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in known:
+            raise ValueError(f"--set {pair!r}: write NAME=VALUE with a name of {', '.join(sorted(known))}")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def parse_duration(text: str | None) -> float | None:
+    """``90s``, ``30m``, ``1.5h`` or a number of seconds, in seconds."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    seconds = float(found.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600}[found.group(2)] if found else 0.0
+    if seconds <= 0:
+        raise ValueError(f"budget={text!r} is no length of time: write 90s, 30m or 2h")
+    return seconds
+
+
+def this_process_gpu() -> str | None:
+    """The GPU of this process where there is one; accelerate's launcher numbers processes by LOCAL_RANK."""
+    import torch
+
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else None
+
+
+def step_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+        console=notes,
+    )
+
+
+def step_figures(row: dict[str, Any]) -> str:
+    """The figures of a step worth watching, in a line."""
+    names = {
+        "reward": "reward {:.3f}",
+        "acceptance": "acc {:.3f}",
+        "weight": "w {:.2f}",
+        "multiplier": "mult {:.3g}",
+        "mean_label_in_batch": "label {:.3f}",
+        "explained": "R2 {:.2f}",
+        "tokens_per_second": "{:.0f} tok/s",
+    }
+    parts = [form.format(row[name]) for name, form in names.items() if row.get(name) is not None]
+    if row.get("best"):
+        parts.append(f"best {row['best']['score']:.3f}@{row['best']['position_acceptance']:.3f}")
+    return "  ".join(parts)
+
+
+def distill(
+    target: TargetOption = None,
+    draft: Annotated[str | None, typer.Option(help="A draft to improve; without one, a shallow student.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Of the target, for the student: 0,1,28,29. Default: first and last two.")
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help=f"Repeat for several. {TASK_HELP}")] = None,
+    text: Annotated[
+        str, typer.Option(help="What is learned from: target (sampled from it), given (references), mixed.")
+    ] = "target",
+    output_dir: Annotated[Path, typer.Option(help="The draft goes to OUTPUT_DIR/draft.")] = Path("runs/distill"),
+    lora_rank: Annotated[int, typer.Option(help="LoRA of this rank (needs peft), merged at the end; 0: full.")] = 0,
+    samples_per_prompt: Annotated[int, typer.Option(help="Texts sampled from the target per prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="Of the sampled text.")] = 1.0,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
+    learning_rate: Annotated[
+        float, typer.Option(help="1e-3 suits a shallow student; 1e-5 to 1e-4 a draft that is good already.")
+    ] = 1e-3,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 512,
+    train_n: Annotated[int | None, typer.Option(help="The first so many prompts of each task only.")] = None,
+    held_out_n: Annotated[int, typer.Option(help="Validation prompts of each task for the measure; 0: none.")] = 50,
+    budget: BudgetOption = None,
+    resume: ResumeOption = False,
+    data_dir: DataOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    seed: Annotated[int, typer.Option(help="Decides the text, its order and every draw.")] = 0,
+) -> None:
+    """Make a draft for a target, or improve one on your tasks.
+
+    Without --draft the student is made of a few of the target's own layers and shares its embeddings: what users of
+    a model without a small sibling need. It learns to predict what the target predicts (forward KL, then KL + 2 TV), on
+    text that the target wrote. The measure is the mean of 1 - TV(p, q) on held-out text: the acceptance that lossless
+    verification would have.
+
+      diversed distill --target big/ --task cnndm --task xsum --layers 0,1,28,29 --budget 1h --output-dir runs/draft
+      diversed bench --target big/ --draft runs/draft/draft --task cnndm
+    """
+    from diversed.pairs import DRAFT, TARGET
+    from diversed.tasks import load_task
+    from diversed.training.distill import DistillSettings
+    from diversed.training.distill import distill as run
+
+    if target is None:
+        if draft is not None:
+            raise ValueError("target is missing: with --draft give --target as well, or neither for the embedded pair")
+        target, draft = str(TARGET), (None if layers else str(DRAFT))
+    settings = DistillSettings(
+        layers=parse_layers(layers),
+        lora_rank=lora_rank,
+        text=text,  # type: ignore[arg-type]
+        samples_per_prompt=samples_per_prompt,
+        temperature=temperature,
+        steps=steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        max_prompt_tokens=max_prompt_tokens,
+        seed=seed,
+        budget_seconds=parse_duration(budget),
+    )
+    home = device or this_process_gpu()
+    pair = load_pair(target, draft or target, dtype, home)
+    prompts: list[Any] = []
+    held_out: list[Any] = []
+    references: list[str | None] = []
+    longest = 0
+    for name in task or ["shop"]:
+        known: dict[str, Any] = {"data_dir": data_dir, "seed": seed, "chat": has_chat_template(pair)}
+        chosen = load_task(name, split="train", n=train_n, **known)
+        prompts += [e.prompt for e in chosen.examples]
+        references += [reference_of(e) for e in chosen.examples]
+        longest = max(longest, chosen.max_new_tokens)
+        if held_out_n:
+            held = load_task(name, split="validation", **known).examples
+            held_out += [e.prompt for e in held[:held_out_n]]
+    with step_bar() as bar:
+        job = bar.add_task("distilling", total=steps, figures="")
+
+        def show(step: int, total: int, row: dict[str, Any]) -> None:
+            bar.update(job, description=str(row.get("phase", "training")), completed=step, total=total,
+                       figures=distill_figures(row))  # fmt: skip
+
+        result = run(
+            pair.target,
+            None if draft is None else pair.draft,
+            pair.tokenizer,
+            prompts,
+            replace(settings, max_new_tokens=longest),
+            output_dir,
+            given=references if text != "target" else None,
+            held_out_prompts=held_out,
+            resume=resume,
+            progress=show,
+        )
+    if result.before and result.after:
+        console.print(
+            f"acceptance per position, lossless (mean 1 - TV, {result.after.sequences} held-out texts): "
+            f"{result.before.mean:.3f} before, {result.after.mean:.3f} after"
+        )
+    console.print(
+        f"{result.steps} steps (ended by {result.stopped}) in {result.seconds:.0f} s, "
+        f"{result.tokens_per_second:.0f} tokens/s; draft: {result.folder}"
+    )
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"layers={text!r} must be numbers with commas between, say 0,1,28,29") from error
+
+
+def reference_of(example: Any) -> str | None:
+    """A row's own answer, whatever its column is called."""
+    for name in (
+        "answer",
+        "solution",
+        "highlights",
+        "summary",
+        "code",
+        "canonical_solution",
+        "reference",
+        "completion",
+    ):
+        value = example.columns.get(name)
+        if isinstance(value, str):
+            return value
+    translation = example.columns.get("translation")
+    return translation.get("en") if isinstance(translation, dict) else None
+
+
+def distill_figures(row: dict[str, Any]) -> str:
+    names = {"loss": "loss {:.3f}", "kl": "KL {:.3f}", "tv": "TV {:.3f}", "held_out_acceptance": "1-TV {:.3f}"}
+    return "  ".join(form.format(row[name]) for name, form in names.items() if isinstance(row.get(name), float))

@@ -1,0 +1,1 @@
+"""Training heads: rollouts, objectives, the loop; and drafts by distillation."""

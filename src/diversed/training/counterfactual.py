@@ -1,0 +1,176 @@
+"""Objective ``counterfactual``: finish the sequence both ways and compare.
+
+At a state that may reject, the sequence can go on with a token of the target's residual, norm(max(p - q, 0)), or of the
+draft's, norm(max(q - p, 0)). Both branches are finished under the current policy; the difference of their rewards is
+one unbiased label of d(s) (regression.py). States are picked along rollouts in proportion to TV, which is how often
+they reject under lossless verification. The first rollouts are lossless, later ones follow the head, so that it meets
+the states that its own relaxed tokens lead to.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from diversed.engine import ModelPair, generate
+from diversed.engine.decoder import align_vocabulary
+from diversed.tasks import Task, judge
+from diversed.training.regression import Labels, fit
+from diversed.training.rollouts import Draws, complete
+from diversed.training.settings import TrainSettings
+from diversed.training.state import State
+from diversed.verification import residual_distribution, sample
+from diversed.verifiers import LearnedEnsemble, Lossless, Verifier
+
+FORWARD_TOKENS = 1 << 14  # prefix tokens per bare forward pass
+
+
+def policy(state: State, settings: TrainSettings) -> Verifier:
+    warm = state.step < settings.warm_share * settings.steps
+    return Lossless() if warm else LearnedEnsemble(state.head)
+
+
+def collect(
+    pair: ModelPair, task: Task, state: State, settings: TrainSettings, draws: Draws, target_reward: float
+) -> Labels:
+    """Roll out, pick states, finish both branches."""
+    verifier, sampling = policy(state, settings), settings.sampling
+    out = complete(pair, task, draws, verifier, sampling, bonus="verifier", trace=True)
+    assert out.trace is not None
+    rng = random.Random(draws.seeds[0])
+    chosen: list[tuple[int, int]] = []  # (sequence, position)
+    for b, trace in enumerate(out.trace):
+        tv = trace.total_variation.nan_to_num(0.0).tolist()
+        reachable = [t for t, x in enumerate(tv) if x > 1e-3]
+        if reachable:
+            picks = rng.choices(reachable, [tv[t] for t in reachable], k=settings.labels_per_rollout)
+            chosen += [(b, t) for t in sorted(set(picks))]
+    if not chosen:
+        raise ValueError(
+            "draft: it agrees with the target on every token of a whole batch, so there is nothing to learn; "
+            "use another draft, or no head at all"
+        )
+    prefixes = [out.prompt_ids[b] + out.token_ids[b][:t] for b, t in chosen]
+    seeds = [draws.seeds[b] + 1 + t for b, t in chosen]
+    u = torch.stack([torch.rand(2, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in seeds])
+    target_token, draft_token = residual_tokens(pair, prefixes, settings.temperature, u)
+    answers = finish(
+        pair,
+        task,
+        verifier,
+        settings,
+        prefixes=prefixes + prefixes,
+        tokens=target_token + draft_token,
+        starts=[len(out.prompt_ids[b]) for b, _ in chosen] * 2,
+        seeds=seeds * 2,
+    )
+    rewards = torch.tensor(judge(task.reward, [draws.examples[b] for b, _ in chosen] * 2, answers))
+    head = state.head
+    traces = out.trace
+    rows = [
+        head.join_inputs(traces[b].target_hidden[t], traces[b].draft_hidden[t], traces[b].features[t])
+        for b, t in chosen
+    ]
+    m = len(chosen)
+    return Labels(
+        inputs=torch.stack(rows),
+        value=rewards[:m] - rewards[m:],
+        mass=torch.ones(m),
+        group=torch.tensor([b for b, _ in chosen]),
+    )
+
+
+def learn(state: State, batches: list[Labels], settings: TrainSettings, target_reward: float) -> dict[str, float]:
+    """Refit the head on all labels so far, where it is about to be used or looked at."""
+    step = state.step + 1
+    if not fit_now(step, settings):
+        return {}
+    return fit(state.head, Labels.join(batches), settings)
+
+
+def fit_now(step: int, settings: TrainSettings) -> bool:
+    """Whether the head is refitted after ``step`` steps."""
+    return step % settings.fit_every == 0 or step % settings.validate_every == 0 or step == settings.steps
+
+
+@torch.inference_mode()
+def residual_tokens(
+    pair: ModelPair, prefixes: list[list[int]], temperature: float, u: Tensor
+) -> tuple[list[int], list[int]]:
+    """For each prefix a token of the target's and one of the draft's residual, at uniform draws u [M, 2]."""
+    ours: list[int] = []
+    theirs: list[int] = []
+    order = sorted(range(len(prefixes)), key=lambda i: len(prefixes[i]))
+    found: dict[int, tuple[int, int]] = {}
+    per_pass = max(1, FORWARD_TOKENS // max(map(len, prefixes)))
+    for start in range(0, len(order), per_pass):
+        part = order[start : start + per_pass]
+        width = max(len(prefixes[i]) for i in part)
+        ids = torch.tensor([prefixes[i] + [0] * (width - len(prefixes[i])) for i in part])
+        last = torch.tensor([len(prefixes[i]) - 1 for i in part])
+        probs = []
+        for model in (pair.target, pair.draft):
+            home = model.get_input_embeddings().weight
+            rows = ids.clamp(max=home.shape[0] - 1).to(home.device)
+            # Right-padded and causal: what follows a prefix cannot reach back into it.
+            hidden = model.base_model(input_ids=rows, use_cache=False).last_hidden_state
+            hidden = hidden[torch.arange(len(part), device=hidden.device), last.to(hidden.device)]
+            logits = align_vocabulary(model.get_output_embeddings()(hidden).float(), pair.vocab_size)
+            probs.append(torch.softmax(logits / temperature, -1).to(pair.target.device))
+        p, q = probs
+        draws = u[part].to(p.device)
+        pairs = zip(
+            sample(residual_distribution(p, q), draws[:, 0]).tolist(),
+            sample(residual_distribution(q, p), draws[:, 1]).tolist(),
+            strict=True,
+        )
+        found |= dict(zip(part, pairs, strict=True))
+    for i in range(len(prefixes)):
+        ours.append(found[i][0])
+        theirs.append(found[i][1])
+    return ours, theirs
+
+
+def finish(
+    pair: ModelPair,
+    task: Task,
+    verifier: Verifier,
+    settings: TrainSettings,
+    *,
+    prefixes: list[list[int]],
+    tokens: list[int],
+    starts: list[int],
+    seeds: list[int],
+) -> list[str]:
+    """Go on from each prefix and its next token to the end; the whole answers as text, from ``starts`` on."""
+    from diversed.engine.stopping import Stopping
+
+    stopping = Stopping.of(pair, stop_strings=task.stop_strings or None)
+    whole = [[*prefix, token] for prefix, token in zip(prefixes, tokens, strict=True)]
+    room = [task.max_new_tokens - (len(ids) - start) for ids, start in zip(whole, starts, strict=True)]
+    going = [
+        i for i, ids in enumerate(whole) if room[i] > 0 and stopping.cut(ids[:-1], starts[i], [ids[-1]])[1] is None
+    ]
+    # Those with most to write first, so that a batch ends together.
+    going.sort(key=lambda i: -room[i])
+    if going:
+        width = max(len(whole[i]) for i in going)
+        ids = torch.tensor([[0] * (width - len(whole[i])) + whole[i] for i in going])
+        mask = torch.tensor([[0] * (width - len(whole[i])) + [1] * len(whole[i]) for i in going])
+        out = generate(
+            pair,
+            input_ids=ids,
+            attention_mask=mask,
+            verifier=verifier,
+            num_speculative_tokens=settings.num_speculative_tokens,
+            temperature=settings.temperature,
+            batch_size=2 * settings.batch_size,
+            max_new_tokens=[room[i] for i in going],
+            stop_strings=task.stop_strings or None,
+            seed=[seeds[i] for i in going],
+        )
+        for i, new in zip(going, out.token_ids, strict=True):
+            whole[i] = whole[i] + new
+    return [stopping.text(ids[start:]) for ids, start in zip(whole, starts, strict=True)]

@@ -1,0 +1,167 @@
+"""From labels of d(s) to a head: what ``counterfactual`` and ``montecarlo`` share.
+
+d(s) is what the target's judgement is worth at a state: the expected reward when the next token comes from the
+target's residual minus that when it comes from the draft's. Expected reward and acceptance are both linear in every
+single w, so at a price the best weight is 1 where d(s) exceeds it and 0 elsewhere. The head is given the soft form
+
+    log-odds of w = (d(s) - price) / tau
+
+so that turning the dial, which adds to the log-odds, moves the price: one regression serves every quality.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from diversed.training.settings import TrainSettings
+from diversed.verifiers import EnsembleHead
+
+DECAYS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)  # ridge penalties to choose from, per label
+FOLDS = 5
+
+
+@dataclass
+class Labels:
+    """M labelled states."""
+
+    inputs: Tensor  #: head inputs, [M, size]
+    value: Tensor  #: an unbiased, noisy d(s), [M]
+    mass: Tensor  #: how much a label counts: states matter in proportion to their TV, [M]
+    group: Tensor  #: labels of one rollout share noise and are held out together, [M]
+
+    def save(self, path: Path) -> None:
+        save_file({f.name: getattr(self, f.name).contiguous() for f in fields(self)}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        return cls(**load_file(path))
+
+    @classmethod
+    def join(cls, parts: list[Labels]) -> Labels:
+        """All labels; groups of different parts stay apart."""
+        offset = 0
+        groups = []
+        for part in parts:
+            groups.append(part.group + offset)
+            offset += int(part.group.max()) + 1
+        rest = {f.name: torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls) if f.name != "group"}
+        return cls(group=torch.cat(groups), **rest)
+
+
+def solve_ridge(x: Tensor, y: Tensor, mass: Tensor, decays: tuple[float, ...]) -> list[Tensor]:
+    """Weighted ridge regression with an unpenalised intercept, for several penalties: coefficients [size + 1] each.
+
+    Everything float64. x: [M, size], standardised; the penalty is ``decay`` times the total mass.
+    """
+    rows = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+    weighted = rows * mass.unsqueeze(1)
+    gram, moment = weighted.T @ rows, weighted.T @ y
+    flat = torch.ones(len(gram), dtype=x.dtype)
+    flat[-1] = 0
+    return [torch.linalg.solve(gram + torch.diag(d * mass.sum() * flat), moment) for d in decays]
+
+
+def predict_ridge(x: Tensor, coefficients: Tensor) -> Tensor:
+    return x @ coefficients[:-1] + coefficients[-1]
+
+
+def weighted_error(prediction: Tensor, y: Tensor, mass: Tensor) -> float:
+    return float((mass * (prediction - y).square()).sum() / mass.sum())
+
+
+def fit_linear(x: Tensor, labels: Labels) -> tuple[Tensor, dict[str, float]]:
+    """Coefficients [size + 1] at the penalty that predicts held-out rollouts best."""
+    y, mass = labels.value.double(), labels.mass.double()
+    fold = labels.group % FOLDS
+    errors = torch.zeros(len(DECAYS))
+    for k in range(FOLDS):
+        held = fold == k
+        if not held.any() or held.all():
+            continue
+        for i, coefficients in enumerate(solve_ridge(x[~held], y[~held], mass[~held], DECAYS)):
+            errors[i] += weighted_error(predict_ridge(x[held], coefficients), y[held], mass[held]) / FOLDS
+    best = int(errors.argmin())
+    variance = weighted_error((mass * y).sum() / mass.sum(), y, mass)
+    explained = 1 - float(errors[best]) / variance if variance else 0.0
+    return solve_ridge(x, y, mass, (DECAYS[best],))[0], {"decay": DECAYS[best], "explained": explained}
+
+
+def fit_mlp(head: EnsembleHead, x: Tensor, labels: Labels, settings: TrainSettings) -> dict[str, float]:
+    """AdamW on the squared error until held-out rollouts (every fifth) stop improving; the head then gives d itself."""
+    torch.manual_seed(settings.seed)
+    for layer in (*head.body.children(), head.out):
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    held = labels.group % FOLDS == 0
+    y, mass = labels.value, labels.mass / labels.mass.mean()
+    centre = float((mass * y).sum() / mass.sum())
+    spread = float((mass * (y - centre).square()).sum().div(mass.sum()).sqrt()) or 1.0
+    goal = (y - centre) / spread
+    with torch.no_grad():
+        head.out.bias.zero_()
+    optimiser = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(settings.seed)
+    used = (~held).nonzero().squeeze(1)
+
+    def predict(rows: Tensor) -> Tensor:
+        return head.out(head.body(rows)).squeeze(-1)  # type: ignore[no-any-return]
+
+    best, best_state, since = float("inf"), {k: v.clone() for k, v in head.state_dict().items()}, 0
+    for _ in range(200):
+        for part in used[torch.randperm(len(used), generator=generator)].split(256):  # type: ignore[no-untyped-call]
+            loss = (mass[part] * (predict(x[part]) - goal[part]).square()).mean()
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+        with torch.no_grad():
+            error = weighted_error(predict(x[held]), goal[held], mass[held]) if held.any() else float(loss.detach())
+        if error < best - 1e-5:
+            best, best_state, since = error, {k: v.clone() for k, v in head.state_dict().items()}, 0
+        else:
+            since += 1
+            if since >= 10:
+                break
+    head.load_state_dict(best_state)
+    with torch.no_grad():  # back to units of reward
+        head.out.weight.mul_(spread)
+        head.out.bias.mul_(spread).add_(centre)
+    return {"explained": 1 - best}
+
+
+def fit(head: EnsembleHead, labels: Labels, settings: TrainSettings) -> dict[str, float]:
+    """Regress d on the labels and write (d - price) / tau into the head.
+
+    Without a price in the settings it lies half a deviation above the mean of the predicted d: the middle of the dial.
+    Which point of the dial is worth keeping is for validation to say.
+    """
+    head.fit_normalisation(labels.inputs)
+    x = (labels.inputs - head.mean) / head.scale
+    with torch.no_grad():
+        if settings.mlp_size:
+            with torch.enable_grad():
+                figures = fit_mlp(head, x, labels, settings)
+            advantage = head.out(head.body(x)).squeeze(-1)
+        else:
+            coefficients, figures = fit_linear(x.double(), labels)
+            head.out.weight.copy_(coefficients[:-1].float().unsqueeze(0))
+            head.out.bias.fill_(float(coefficients[-1]))
+            advantage = predict_ridge(x.double(), coefficients).float()
+        share = labels.mass / labels.mass.sum()
+        mean = float((share * advantage).sum())
+        deviation = max(float((share * (advantage - mean).square()).sum().sqrt()), 1e-6)
+        tau = settings.tau * deviation
+        price = mean + 0.5 * deviation if settings.price is None else settings.price
+        head.out.weight.div_(tau)
+        head.out.bias.sub_(price).div_(tau)
+    return figures | {
+        "labels": float(len(labels.value)),
+        "mean_label": float((share * labels.value).sum()),
+        "price": price,
+        "tau": tau,
+    }

@@ -1,0 +1,133 @@
+"""Sampled completions with all that training a head needs of them.
+
+A head's gradient needs no second pass through a language model. With the weight w the only unknown,
+
+    log nu(y) = log(w p(y) + (1 - w) q(y))        acceptance = 1 - w TV(p, q)
+
+so a rollout keeps, for every token, the head's input, p(y), q(y) and TV(p, q). Rollouts are drawn from nu exactly
+(``bonus="verifier"``), or log nu would not be the log-probability of what was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from diversed.engine import GenerationOutput, ModelPair, generate
+from diversed.tasks import Example, Task, judge
+from diversed.verifiers import EnsembleHead, Verifier
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How rollouts are drawn; what a run fixes for all of them."""
+
+    num_speculative_tokens: int = 5
+    temperature: float = 1.0
+    batch_size: int = 64
+
+
+@dataclass
+class Rollouts:
+    """S sequences with T tokens in all, one after the other. Everything on the CPU in float32."""
+
+    inputs: Tensor  #: head inputs, [T, size]
+    target_prob: Tensor  #: p of the token, [T]
+    draft_prob: Tensor  #: q of the token, [T]
+    total_variation: Tensor  #: TV(p, q) at the position, [T]
+    weight: Tensor  #: w that the token was drawn under, [T]
+    length: Tensor  #: tokens of each sequence, [S]
+    prompt: Tensor  #: which prompt each sequence answers, [S]
+    reward: Tensor  #: [S]
+
+    @property
+    def sequence(self) -> Tensor:
+        """Which sequence each token belongs to, [T]."""
+        return torch.repeat_interleave(torch.arange(len(self.length)), self.length)
+
+    @property
+    def log_nu(self) -> Tensor:
+        """Log-probability of each token under what it was drawn from, [T]."""
+        return log_nu(self.weight, self.target_prob, self.draft_prob)
+
+    @property
+    def acceptance(self) -> float:
+        """Mean of 1 - w TV over positions."""
+        return float((1 - self.weight * self.total_variation).mean())
+
+    def save(self, path: Path) -> None:
+        save_file({f.name: getattr(self, f.name).contiguous() for f in fields(self)}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        return cls(**load_file(path))
+
+    @classmethod
+    def join(cls, parts: Sequence[Rollouts]) -> Rollouts:
+        return cls(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+
+
+def log_nu(weight: Tensor, target_prob: Tensor, draft_prob: Tensor) -> Tensor:
+    """log(w p(y) + (1 - w) q(y)), elementwise; finite wherever the token could be drawn at all."""
+    blend = torch.lerp(draft_prob, target_prob, weight)
+    return blend.clamp_min(torch.finfo(blend.dtype).tiny).log()
+
+
+@dataclass
+class Draws:
+    """What one step samples: an example, a generator's seed and the number of its prompt for each sequence."""
+
+    examples: list[Example]
+    seeds: list[int]
+    numbers: list[int]
+
+    def share(self, rank: int, of: int) -> Draws:
+        """The part of one of several processes, in consecutive runs, so that joining restores the order."""
+        per = -(-len(self.seeds) // of)
+        part = slice(rank * per, (rank + 1) * per)
+        return Draws(self.examples[part], self.seeds[part], self.numbers[part])
+
+
+def complete(
+    pair: ModelPair, task: Task, draws: Draws, verifier: Verifier, sampling: Sampling, **kwargs: Any
+) -> GenerationOutput:
+    """Answers to a task's examples, one generator each."""
+    prompts = [e.prompt for e in draws.examples]
+    asked: dict[str, Any] = {"prompts" if isinstance(prompts[0], str) else "messages": prompts}
+    return generate(
+        pair,
+        **asked,
+        verifier=verifier,
+        num_speculative_tokens=sampling.num_speculative_tokens,
+        temperature=sampling.temperature,
+        batch_size=sampling.batch_size,
+        max_new_tokens=task.max_new_tokens,
+        stop_strings=task.stop_strings or None,
+        seed=draws.seeds,
+        **kwargs,
+    )
+
+
+def roll_out(
+    pair: ModelPair, task: Task, draws: Draws, head: EnsembleHead, verifier: Verifier, sampling: Sampling
+) -> Rollouts:
+    """Sample one completion per draw under ``verifier`` and score it with the task's reward."""
+    out = complete(pair, task, draws, verifier, sampling, bonus="verifier", trace=True)
+    assert out.trace is not None
+    traces = out.trace
+    return Rollouts(
+        inputs=torch.cat([head.join_inputs(t.target_hidden, t.draft_hidden, t.features) for t in traces]),
+        target_prob=torch.cat([t.target_prob for t in traces]),
+        draft_prob=torch.cat([t.draft_prob for t in traces]),
+        total_variation=torch.cat([t.total_variation for t in traces]),
+        weight=torch.cat([t.weight for t in traces]),
+        length=torch.tensor([len(t.token_ids) for t in traces]),
+        prompt=torch.tensor(draws.numbers),
+        reward=torch.tensor(judge(task.reward, draws.examples, out.texts)),
+    )

@@ -1,0 +1,152 @@
+"""A run's folder: its configuration, its log and its pictures.
+
+config.json         settings, pair, task, versions, commit; what a resumed run must agree with
+metrics.jsonl       one line per step
+validation.jsonl    one line per validation and quality
+checkpoint/         the state to resume from
+batches/            rollouts or labels, as far as they are still needed
+head/               the best head so far, with its card: what --verifier takes
+curves.png
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from diversed.training.settings import differences
+
+Row = dict[str, Any]
+
+
+def open_run(folder: Path, config: Row, *, resume: bool) -> None:
+    """Make the folder, or check that it holds this very run.
+
+    Raises:
+        ValueError: the folder holds another run, or this one and ``resume`` was not asked for; it cannot be written.
+    """
+    path = folder / "config.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            differs = differences(found.get("run", {}), json.loads(json.dumps(config["run"])))
+            if differs:
+                raise ValueError(
+                    f"output_dir={str(folder)!r} holds another run ({differs}): choose another folder, or the same "
+                    "settings to go on with that one"
+                )
+            if not resume:
+                raise ValueError(
+                    f"output_dir={str(folder)!r} holds this run already: add --resume to go on with it, or choose "
+                    "another folder"
+                )
+            return
+        if any(folder.iterdir()):
+            raise ValueError(f"output_dir={str(folder)!r} is not empty and holds no run: choose another folder")
+        write_text(path, json.dumps(config, indent=1) + "\n")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"output_dir: {str(path)!r} is damaged ({error}): choose another folder") from error
+    except OSError as error:
+        raise ValueError(f"output_dir={str(folder)!r} cannot be written ({error.strerror}): choose another") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def append_row(path: Path, row: Row) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"output_dir: cannot write {str(path)!r} ({error.strerror}). The last checkpoint is whole: make room and "
+            "go on with --resume"
+        ) from error
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a JSONL file; a last line cut off by a crash is left out."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def keep_rows_before(path: Path, step: int) -> None:
+    """Drop what was logged after the checkpoint that a resumed run starts from."""
+    rows = [row for row in read_rows(path) if row["step"] <= step]
+    if path.exists():
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def versions() -> Row:
+    """What the numbers were made with."""
+    from diversed import __version__
+
+    return {
+        "diversed": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+    }
+
+
+def commit() -> str | None:
+    """The commit of the source tree, where this is run from one."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def draw_curves(folder: Path, title: str) -> bool:
+    """Reward, acceptance, weight and the validation frontier over steps. False where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps, checks = read_rows(folder / "metrics.jsonl"), read_rows(folder / "validation.jsonl")
+    figure, axes = plt.subplots(1, 4, figsize=(15, 3.4))
+    for axis, key, label in zip(
+        axes,
+        ("reward", "acceptance", "weight"),
+        ("reward of rollouts", "acceptance 1 - w TV", "mean weight"),
+        strict=False,
+    ):
+        points = [(r["step"], r[key]) for r in steps if r.get(key) is not None]
+        axis.plot(*zip(*points, strict=True), lw=1) if points else None
+        axis.set(xlabel="step", title=label)
+        axis.grid(alpha=0.3)
+    for quality in sorted({r["quality"] for r in checks if r["quality"] is not None}, reverse=True):
+        points = [(r["position_acceptance"], r["score"]) for r in checks if r["quality"] == quality]
+        axes[3].plot(*zip(*points, strict=True), "o-", ms=3, lw=0.6, label=f"quality {quality:g}")
+    for row in checks[:1]:
+        axes[3].axhline(row["target_score"], ls="--", lw=1, color="gray", label="target-only")
+    axes[3].set(xlabel="acceptance per position", title="validation score")
+    axes[3].grid(alpha=0.3)
+    axes[3].legend(fontsize=7)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    figure.savefig(folder / "curves.png", dpi=110)
+    plt.close(figure)
+    return True

@@ -1,0 +1,113 @@
+"""What a training run is told: one flat record, the same in Python, on the command line and in a run's config.json."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from diversed.training.rollouts import Sampling
+
+ObjectiveName = Literal["counterfactual", "montecarlo", "reinforce++", "constrained"]
+OBJECTIVES: tuple[ObjectiveName, ...] = ("counterfactual", "montecarlo", "reinforce++", "constrained")
+Baseline = Literal["batch", "prompt", "state"]
+BASELINES: tuple[Baseline, ...] = ("batch", "prompt", "state")
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Settings of a run. Rewards, prices and tolerances are in units of the task's reward.
+
+    A *price* is what one accepted draft token is worth in reward; at a price, the best weight is 1 where the target's
+    judgement is worth more than that and 0 elsewhere (docs/method.md).
+    """
+
+    objective: ObjectiveName = "counterfactual"
+    seed: int = 0
+
+    # rollouts
+    steps: int = 40
+    prompts_per_step: int = 64
+    samples_per_prompt: int = 1
+    num_speculative_tokens: int = 5
+    temperature: float = 1.0
+    batch_size: int = 64
+
+    # the head
+    mlp_size: int = 0
+    features: bool = False
+    hidden: bool = True
+    initial_weight: float = 0.9
+
+    # what is asked of it
+    tolerance: float = 0.01  # share of the target's reward that may be lost
+    price: float | None = None  # None: reinforce++ and constrained start at 10 % of the target's reward, others regress
+
+    # counterfactual and montecarlo
+    labels_per_rollout: int = 6
+    tau: float = 0.2  # softness of the weight, in deviations of the predicted advantage
+    warm_share: float = 0.5  # of the steps, rolled out by the lossless verifier before the head takes over
+    fit_every: int = 5
+
+    # reinforce++ and constrained
+    baseline: Baseline = "state"
+    normalise: bool = False
+    clip: float = 0.2
+    epochs: int = 2
+    minibatches: int = 4
+    learning_rate: float = 0.02
+    warmup_share: float = 0.05
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    dual_rate: float = 3.0  # constrained: how fast the multiplier answers a violated floor
+
+    # validation
+    validate_every: int = 10
+    validation_n: int = 200
+    qualities: tuple[float, ...] = (0.9, 0.7, 0.5, 0.3, 0.1)
+    patience: int = 0  # validations without a better head before the run ends; 0: never
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
+
+        require(self.objective in OBJECTIVES, "objective", f"one of {', '.join(OBJECTIVES)}")
+        require(self.baseline in BASELINES, "baseline", f"one of {', '.join(BASELINES)}")
+        counts = ("steps", "prompts_per_step", "samples_per_prompt", "num_speculative_tokens", "batch_size")
+        for name in (*counts, "labels_per_rollout", "fit_every", "epochs", "minibatches", "validate_every"):
+            require(
+                isinstance(getattr(self, name), int) and getattr(self, name) >= 1, name, "a whole number, 1 or more"
+            )
+        for name in ("mlp_size", "validation_n", "patience"):
+            require(
+                isinstance(getattr(self, name), int) and getattr(self, name) >= 0, name, "a whole number, 0 or more"
+            )
+        for name in ("temperature", "tau", "clip", "learning_rate", "max_grad_norm"):
+            number = getattr(self, name)
+            require(isinstance(number, int | float) and 0 < number < math.inf, name, "a number above 0")
+        for name in ("tolerance", "weight_decay", "dual_rate"):
+            number = getattr(self, name)
+            require(isinstance(number, int | float) and 0 <= number < math.inf, name, "a number, 0 or above")
+        for name in ("warm_share", "warmup_share"):
+            require(0 <= getattr(self, name) <= 1, name, "between 0 and 1")
+        require(0 < self.initial_weight < 1, "initial_weight", "strictly between 0 and 1")
+        require(self.price is None or math.isfinite(self.price), "price", "a number, or none to find it")
+        require(
+            bool(self.qualities) and all(0 < q < 1 for q in self.qualities), "qualities", "strictly between 0 and 1"
+        )
+        if self.baseline == "prompt" and self.samples_per_prompt < 2:
+            raise ValueError("baseline='prompt' needs samples_per_prompt of at least 2, or there is nothing to compare")
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.num_speculative_tokens, self.temperature, self.batch_size)
+
+
+def differences(old: dict[str, object], new: dict[str, object]) -> str:
+    """Where two records disagree, in words; empty where they do not."""
+    keys = dict.fromkeys([*old, *new])
+    return ", ".join(f"{k}: {old.get(k)!r} there, {new.get(k)!r} now" for k in keys if old.get(k) != new.get(k))
+
+
+SETTING_NAMES = tuple(f.name for f in fields(TrainSettings))

@@ -1,0 +1,381 @@
+"""The training loop: collect, learn, check, save; the same whatever the objective."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from diversed.engine import ModelPair
+from diversed.tasks import Task, judge
+from diversed.training import constrained, counterfactual, montecarlo, reinforce
+from diversed.training.regression import Labels
+from diversed.training.rollouts import Draws, Rollouts, complete
+from diversed.training.run_folder import (
+    Row,
+    append_row,
+    draw_curves,
+    keep_rows_before,
+    open_run,
+    versions,
+    write_text,
+)
+from diversed.training.settings import TrainSettings
+from diversed.training.state import State, has_checkpoint
+from diversed.verifiers import EnsembleHead, LearnedEnsemble, Lossless, Verifier
+from diversed.verifiers.ensemble import log_odds
+
+OBJECTIVES: dict[str, Any] = {
+    "counterfactual": counterfactual,
+    "montecarlo": montecarlo,
+    "reinforce++": reinforce,
+    "constrained": constrained,
+}
+ON_POLICY = ("reinforce++", "constrained")  # need the newest batch only
+NORMALISE_ON = 64  # prompts whose lossless rollouts fix the head's input normalisation
+Progress = Callable[[int, Row], None]
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    head: EnsembleHead
+    best: Row  #: its validation row; ``quality`` there is that of the dial before it was moved to 1/2
+    steps: int
+    stopped: str  #: "steps", "budget" or "patience"
+    folder: Path
+
+
+@dataclass
+class Run:
+    """What stays fixed during a run, at hand for every part of it."""
+
+    pair: ModelPair
+    train: Task
+    validation: Task
+    settings: TrainSettings
+    folder: Path
+    accelerator: Accelerator
+    started: float = field(default_factory=time.perf_counter)
+    target: Row = field(default_factory=dict)  #: target-only: score, reward
+
+
+def train(
+    pair: ModelPair,
+    train_task: Task,
+    validation_task: Task,
+    settings: TrainSettings,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    budget: float | None = None,
+    trackers: str | None = None,
+    progress: Progress = lambda step, row: None,
+) -> Result:
+    """Train a head for a pair on a task.
+
+    Args:
+        train_task, validation_task: the same task on two splits; heads are chosen on the second.
+        folder: the run's folder (run_folder.py).
+        resume: go on with the run in ``folder``; its numbers are those of an uninterrupted run.
+        budget: seconds after which to stop, everything included, with the best head so far.
+        trackers: of accelerate: tensorboard, trackio, wandb, ...
+        progress: called after every step with its number and metrics.
+
+    Raises:
+        ValueError: a setting, task, reward function or folder that will not do; checkpoints stay whole.
+    """
+    accelerator = Accelerator(
+        log_with=trackers, project_dir=str(folder) if trackers else None, cpu=pair.target.device.type == "cpu"
+    )
+    run = Run(pair, train_task, validation_task, settings, Path(folder), accelerator)
+    config = {"run": describe(run), "versions": versions()}
+    if accelerator.is_main_process:
+        open_run(run.folder, config, resume=resume)
+    accelerator.wait_for_everyone()
+    if trackers:
+        accelerator.init_trackers("diversed", config=flat(asdict(settings)))
+    head = EnsembleHead(
+        *pair.hidden_sizes,
+        mlp_size=settings.mlp_size,
+        features=settings.features,
+        hidden=settings.hidden,
+        initial_weight=settings.initial_weight,
+        pair=pair.describe(),
+        task=train_task.name,
+    )
+    state = State.new(head, settings)
+    checkpoint = run.folder / "checkpoint"
+    run.target = target_alone(run)
+    if resume and has_checkpoint(checkpoint):
+        state.load(checkpoint)
+    else:
+        normalise(run, head)
+    earlier = state.seconds
+    if accelerator.is_main_process:
+        for name in ("metrics.jsonl", "validation.jsonl"):
+            keep_rows_before(run.folder / name, state.step)
+    batches = load_batches(run, state.step)
+    stopped = "steps"
+    slowest = 0.0
+    while state.step < settings.steps:
+        used = earlier + time.perf_counter() - run.started
+        if budget is not None and used + 1.2 * slowest > budget:
+            stopped = "budget"
+            break
+        if state.early_stop:
+            stopped = "patience"
+            break
+        began = time.perf_counter()
+        row = one_step(run, state, batches)
+        if state.step % settings.validate_every == 0 or state.step == settings.steps:
+            validate(run, state)
+        state.seconds = earlier + time.perf_counter() - run.started
+        if accelerator.is_main_process:
+            append_row(run.folder / "metrics.jsonl", row)
+            state.save(checkpoint)
+        if trackers:
+            accelerator.log({k: v for k, v in row.items() if isinstance(v, float)}, step=state.step)
+        progress(state.step, row | {"best": state.best})
+        slowest = max(slowest, time.perf_counter() - began)
+    if not state.best and state.step:  # the budget ended before the first validation
+        validate(run, state)
+    if accelerator.is_main_process and state.step:
+        state.save(checkpoint)
+        draw_curves(run.folder, f"{train_task.name}, {settings.objective}, seed {settings.seed}")
+    if trackers:
+        accelerator.end_training()
+    if not state.best:
+        raise ValueError(f"budget={budget} s ended before the first step was done: give it more time")
+    best_head = LearnedEnsemble.from_pretrained(run.folder / "head").head
+    return Result(best_head, state.best, state.step, stopped, run.folder)
+
+
+def describe(run: Run) -> Row:
+    """What a resumed run must agree with."""
+    return {
+        "pair": run.pair.describe(),
+        "dtype": str(run.pair.target.dtype).removeprefix("torch."),
+        "task": run.train.name,
+        "train_n": len(run.train.examples),
+        "max_new_tokens": run.train.max_new_tokens,
+        **flat(asdict(run.settings)),
+    }
+
+
+def flat(record: Row) -> Row:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in record.items()}
+
+
+def one_step(run: Run, state: State, batches: list[Rollouts | Labels]) -> Row:
+    """Collect a batch (or find it on disk), learn from it, and say how it went. Counts the step as done."""
+    settings, objective = run.settings, OBJECTIVES[run.settings.objective]
+    began = time.perf_counter()
+    path = run.folder / "batches" / f"{state.step:05d}.safetensors"
+    kind = Rollouts if settings.objective != "counterfactual" else Labels
+    if path.exists():
+        batch = kind.load(path)
+    else:
+        mine = draws(run, state.step).share(run.accelerator.process_index, run.accelerator.num_processes)
+        batch = kind.join(
+            gathered(run, objective.collect(run.pair, run.train, state, settings, mine, run.target["reward"]))
+        )
+        if run.accelerator.is_main_process:
+            keep_batch(path, batch)
+    rolled = time.perf_counter()
+    if settings.objective in ON_POLICY:
+        batches.clear()
+    batches.append(batch)
+    figures: Row = objective.learn(state, batches, settings, run.target["reward"])
+    if settings.objective in ON_POLICY:
+        state.schedule.step()
+        if run.accelerator.is_main_process:
+            for old in sorted(path.parent.glob("*.safetensors"))[:-1]:
+                old.unlink()
+    state.step += 1
+    state.rollout_seconds += rolled - began
+    row: Row = figures | {"step": state.step, "rollout_seconds": rolled - began, "seconds": time.perf_counter() - began}
+    if isinstance(batch, Rollouts):
+        row |= {
+            "reward": float(batch.reward.mean()),
+            "acceptance": batch.acceptance,
+            "weight": float(batch.weight.mean()),
+            "tokens_per_second": int(batch.length.sum()) / (rolled - began),
+        }
+    else:
+        row |= {"labels_in_batch": len(batch.value), "mean_label_in_batch": float(batch.value.mean())}
+    return row
+
+
+def draws(run: Run, step: int) -> Draws:
+    """The examples of a step: the train split in a new order every epoch, and a seed for each sequence."""
+    settings, pool = run.settings, run.train.examples
+    count, copies = settings.prompts_per_step, settings.samples_per_prompt
+    examples, numbers = [], []
+    for i in range(step * count, (step + 1) * count):
+        epoch, place = divmod(i, len(pool))
+        generator = torch.Generator().manual_seed(1000 * settings.seed + epoch)
+        at = int(torch.randperm(len(pool), generator=generator)[place])
+        examples += [pool[at]] * copies
+        numbers += [i - step * count] * copies
+    first = ((settings.seed * 1_000_003 + step + 1) * 1_000_003) % (1 << 40) * 4096
+    return Draws(examples, [first + 4096 * i for i in range(len(examples))], numbers)
+
+
+def gathered(run: Run, batch: Rollouts | Labels) -> list[Any]:
+    """The parts of all processes, in order; every process then takes the same step on the same numbers."""
+    return gather_object([batch]) if run.accelerator.num_processes > 1 else [batch]
+
+
+def keep_batch(path: Path, batch: Rollouts | Labels) -> None:
+    """Rollouts are what a run pays for: they are on disk before anything is done with them."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        fresh = path.with_suffix(".new")
+        batch.save(fresh)
+        fresh.replace(path)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir: cannot write {str(path)!r} ({error.strerror}). The last checkpoint is whole: make room and "
+            "go on with --resume"
+        ) from error
+
+
+def load_batches(run: Run, step: int) -> list[Rollouts | Labels]:
+    """The batches of the steps done so far, where the objective still needs them."""
+    if run.settings.objective in ON_POLICY:
+        return []
+    kind = Labels if run.settings.objective == "counterfactual" else Rollouts
+    paths = [run.folder / "batches" / f"{i:05d}.safetensors" for i in range(step)]
+    missing = [p.name for p in paths if not p.exists()]
+    if missing:
+        raise ValueError(
+            f"output_dir: {str(run.folder / 'batches')!r} lacks {missing[0]}: the run cannot go on from it"
+        )
+    return [kind.load(p) for p in paths]
+
+
+def normalise(run: Run, head: EnsembleHead) -> None:
+    """Standardise the head's inputs by those of a few lossless rollouts."""
+    pool = run.train.examples[:NORMALISE_ON]
+    seeds = [run.settings.seed * 7919 + i for i in range(len(pool))]
+    out = complete(run.pair, run.train, Draws(pool, seeds, seeds), Lossless(), run.settings.sampling, bonus="verifier",
+                   trace=True)  # fmt: skip
+    assert out.trace is not None
+    head.fit_normalisation(
+        torch.cat([head.join_inputs(t.target_hidden, t.draft_hidden, t.features) for t in out.trace])
+    )
+
+
+def measured(run: Run, verifier: Verifier) -> Row:
+    """Score, reward and acceptance on the validation examples, always under the same seeds."""
+    pool = run.validation.examples
+    everything = Draws(pool, [10_000_019 + i for i in range(len(pool))], list(range(len(pool))))
+    mine = everything.share(run.accelerator.process_index, run.accelerator.num_processes)
+    rows: list[tuple[float, float, int, int, int]] = []
+    if mine.examples:
+        out = complete(run.pair, run.validation, mine, verifier, run.settings.sampling)
+        scores = judge(run.validation.score, mine.examples, out.texts, "score")
+        rewards = scores
+        if run.validation.reward is not run.validation.score:
+            rewards = judge(run.validation.reward, mine.examples, out.texts)
+        counts = out.stats.per_sequence
+        rows = [
+            (s, r, sum(c.accepted), c.rejected, sum(c.drafted)) for s, r, c in zip(scores, rewards, counts, strict=True)
+        ]
+    if run.accelerator.num_processes > 1:
+        rows = gather_object(rows)
+    scores_, rewards_, accepted, rejected, drafted = map(sum, zip(*rows, strict=True))
+    n = len(rows)
+    return {
+        "n": n,
+        "score": scores_ / n,
+        "reward": rewards_ / n,
+        "acceptance_rate": accepted / max(drafted, 1),
+        "position_acceptance": accepted / max(accepted + rejected, 1),
+    }
+
+
+def target_alone(run: Run) -> Row:
+    """Score and reward of the target on the validation examples, measured once a run: under lossless verification,
+    which follows the target's distribution exactly."""
+    path = run.folder / "target.json"
+    if path.exists():
+        found: Row = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    row = measured(run, Lossless())
+    if run.accelerator.is_main_process:
+        write_text(path, json.dumps(row) + "\n")
+    return row
+
+
+def validate(run: Run, state: State) -> None:
+    """Measure the head along its dial, log it, and keep the best point if it beats the best so far.
+
+    Best is the highest acceptance among points whose reward is within the tolerance of the target's; while there is
+    none, the highest reward.
+    """
+    settings = run.settings
+    floor = run.target["reward"] - settings.tolerance * abs(run.target["reward"])
+    verifier = LearnedEnsemble(state.head)
+    rows = []
+    for quality in sorted(set(settings.qualities), reverse=True):
+        with torch.inference_mode():
+            row = measured(run, verifier.at(quality=quality))
+        enough = row["reward"] >= floor
+        rank = [enough, row["position_acceptance"] if enough else row["reward"]]
+        rows.append({"step": state.step, "quality": quality, **row, "target_score": run.target["score"], "rank": rank})
+        if run.accelerator.is_main_process:
+            append_row(run.folder / "validation.jsonl", rows[-1])
+    best = max(rows, key=lambda r: r["rank"])
+    if state.best and best["rank"] <= state.best["rank"]:
+        state.since_best += 1
+        state.early_stop = bool(settings.patience) and state.since_best >= settings.patience
+        return
+    state.best, state.since_best = best, 0
+    if run.accelerator.is_main_process:
+        save_head(run, state, rows)
+    run.accelerator.wait_for_everyone()
+
+
+def save_head(run: Run, state: State, rows: list[Row]) -> None:
+    """The head with its settings and what validation measured, as an ordinary head folder.
+
+    Its dial is moved so that quality 1/2, the head as it is, is the point that validation chose.
+    """
+    settings = run.settings
+    chosen = log_odds(state.best["quality"])
+    figures: Row = {"validation prompts": rows[0]["n"], "lossless, score": round(run.target["score"], 4)}
+    figures["lossless, acceptance per position"] = round(run.target["position_acceptance"], 4)
+    for row in rows:
+        quality = 1 / (1 + math.exp(chosen - log_odds(row["quality"])))
+        for key, name in (("score", "score"), ("position_acceptance", "acceptance per position")):
+            figures[f"quality {quality:.2g}, {name}"] = round(row[key], 4)
+    training = {"objective": settings.objective, "steps": state.step} | {
+        k: v for k, v in flat(asdict(settings)).items() if k not in ("objective", "steps", "qualities")
+    }
+    done = EnsembleHead(
+        *run.pair.hidden_sizes,
+        mlp_size=settings.mlp_size,
+        features=settings.features,
+        hidden=settings.hidden,
+        pair=run.pair.describe(),
+        task=run.train.name,
+        training=training | {k: v for k, v in versions().items() if v},
+        figures=figures,
+    )
+    done.load_state_dict(state.head.state_dict())
+    with torch.no_grad():
+        done.out.bias.add_(chosen)
+    folder = run.folder / "head"
+    (folder / "README.md").unlink(missing_ok=True)  # the mixin keeps an old card, which would contradict the new config
+    done.save_pretrained(folder)
