@@ -68,7 +68,8 @@ def encode(x: Any, refer: Refer) -> Any:
     if isinstance(x, datetime.timedelta):
         return ["timedelta", x.days, x.seconds, x.microseconds]
     if isinstance(x, type):
-        return ["builtin", x.__name__] if vars(builtins).get(x.__name__) is x else refer(x)
+        name = x.__name__
+        return ["builtin", name] if vars(builtins).get(name) is x else refer(x)
     if type(x).__module__ == "numpy" and getattr(x, "shape", None) == ():
         return encode(x.item(), refer)
     return refer(x)
@@ -150,9 +151,9 @@ def candidate(code: str, requests: int, replies: int) -> NoReturn:
         objects.append(x)  # also keeps it alive
         return ["reference", len(objects) - 1]
 
-    def answer(work: Callable[[], Any]) -> None:
+    def answer(work: Callable[..., Any], *arguments: Any) -> None:
         try:
-            reply = ["value", encode(work(), refer)]
+            reply = ["value", encode(work(*arguments), refer)]
         except BaseException as error:
             try:
                 reply = ["raised", type(error).__name__, str(error)[:500]]
@@ -163,7 +164,7 @@ def candidate(code: str, requests: int, replies: int) -> NoReturn:
     answer(lambda: exec(compile(code, "solution.py", "exec"), module.__dict__))
     while True:
         action, target, *rest = receive(requests)
-        answer(lambda: perform(action, target, rest, module, objects))
+        answer(perform, action, target, rest, module, objects)
 
 
 def perform(action: str, target: Any, rest: list[Any], module: types.ModuleType, objects: list[Any]) -> Any:
@@ -188,7 +189,9 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWN
 )  # fmt: skip
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+CAP_DAC_READ_SEARCH = 1 << 2
 
 # System calls a solution has no use for: network, other processes, mounts, kernel interfaces with a long history of
 # holes, and memory that RLIMIT_AS does not count. (audit architecture, pivot_root, clone, clone3, prctl, those calls)
@@ -279,10 +282,15 @@ def small_root(root: str, visible: list[str]) -> None:
     os.chdir("/scratch")
 
 
-def drop_privileges(user_namespace: bool) -> None:
+def drop_privileges(namespaces: bool, user_namespace: bool) -> None:
     """Become nobody: as root, a user of this process's own (so that RLIMIT_NPROC counts its processes alone); then
-    without capabilities, and no way to regain any."""
+    without capabilities, and no way to regain any. Without a small root, root's code keeps reading what root can:
+    Python may be installed where nobody else can."""
+    keeps = 0
     if os.geteuid() == 0 and not user_namespace:
+        if sys.platform == "linux" and not namespaces:
+            keeps = CAP_DAC_READ_SEARCH
+            checked(libc().prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keepcaps")
         os.setgroups([])
         for user in ((1 << 30) + os.getppid() % (1 << 22) + int(time.time()) % 64 * (1 << 22), 65534):
             try:
@@ -294,8 +302,8 @@ def drop_privileges(user_namespace: bool) -> None:
                     raise OSError(error.errno, f"setuid: {error.strerror}") from error
     if sys.platform == "linux":
         checked(libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-        header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
-        checked(libc().capset(header, none), "capset")
+        header = struct.pack("Ii", 0x20080522, 0)
+        checked(libc().capset(header, struct.pack("6I", keeps, keeps, 0, 0, 0, 0)), "capset")
 
 
 def limit(seconds: int, memory: int) -> None:
@@ -375,7 +383,7 @@ def start_candidate(job: dict[str, Any]) -> tuple[int, int, int]:
         else:
             os.chdir(job["scratch"])
         limit(job["seconds"], job["memory"])
-        drop_privileges(user_namespace)
+        drop_privileges(isolation == "namespaces", user_namespace)
         if sys.platform == "linux":
             checked(libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
             if isolation != "limits" and platform.machine() in ARCHITECTURES:
@@ -558,10 +566,10 @@ def main() -> None:
         examine(examination, job)
     except TimeUp:
         examination.reason = "out of time"
-        examination.total += 1
+        examination.total = max(examination.total, examination.held + 1)
     except Exception as error:
         examination.reason = examination.reason or f"{type(error).__name__}: {error}"[:500]
-        examination.total += 1
+        examination.total = max(examination.total, examination.held + 1)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         usage = end(pid, isolation)

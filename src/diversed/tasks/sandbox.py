@@ -17,7 +17,8 @@ filter refuses sockets, ptrace, mounts, new namespaces and other calls a solutio
 
 ``seccomp`` (Linux elsewhere, as in a container that forbids namespaces). The filter also refuses signals and new
 sessions, and orphans are found and killed. Not held: the code can *read* whatever the user can read, so keep answers
-and secrets out of its reach, and write files where the user can (as root it becomes another user first).
+and secrets out of its reach, and write files where the user can (started by root it becomes
+another user first, who can still read everything).
 
 ``limits`` (other systems). Resource limits and the separation of verdicts only: no protection from hostile code.
 
@@ -128,6 +129,7 @@ def isolation() -> str:
     # The import shows that the Python installation can be read from inside, as another user where started by root.
     probe = Program("def f(x):\n    import statistics\n    return statistics.mean([x])", ("assert f(1) == 1",), ("f",))
     failures: list[str] = []
+    mode: str
     for mode in (*(("namespaces", "seccomp") if sys.platform == "linux" else ()), "limits"):
         try:
             outcome = _run(probe, 10.0, 1024, mode)
