@@ -3,6 +3,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,8 @@ def test_sampled_text_does_not_depend_on_batches_or_interruptions(tmp_path: Path
     whole = sample("whole", 9)
     assert len({tuple(x.completion) for x in whole if x.prompt == prompts[0]}) > 1  # several samples, not copies
     assert sample("cut", 2, until=0.0) == []
+    for started in sample("late", 9, until=time.perf_counter() + 0.02, max_new_tokens=200):  # cut where it stands
+        assert 0 < len(started.completion) < 200
     sample("cut", 2)
     lines = (tmp_path / "cut").read_text().splitlines(keepends=True)
     (tmp_path / "cut").write_text("".join(lines[:4]) + lines[4][:10])  # killed while writing
@@ -188,42 +191,41 @@ def test_acceptance_rises_and_the_target_stays(tmp_path: Path, lora_rank: int):
     pair = ModelPair.embedded()
     before = {k: v.clone() for k, v in pair.target.state_dict().items()}
     settings = DistillSettings(
-        layers=(0, 5, 6),
+        layers=(0,),
         lora_rank=lora_rank,
-        text="both",
-        samples_per_prompt=1,
-        max_new_tokens=40,
-        steps=60,
-        batch_size=8,
-        learning_rate=2e-3 if lora_rank == 0 else 5e-3,
-        sampling_batch=32,
+        text="mixed",
+        max_new_tokens=32,
+        steps=24,
+        batch_size=4,
+        warmup=4,
+        learning_rate=2e-3 if lora_rank == 0 else 1e-2,
         precision="float32",
-        evaluate_every=30,
+        evaluate_every=12,
     )
-    taught, held_out = problems("train", 96, seed=1, family="shop"), problems("validation", 24, seed=7, family="shop")
+    taught, held_out = problems("train", 64, seed=1, family="shop"), problems("validation", 12, seed=7, family="shop")
     phases: list[str] = []
     result = distill(
         pair.target,
         None,
         pair.tokenizer,
-        [p.prompt for p in taught[:32]] + [p.prompt for p in taught[32:]],
-        dataclasses.replace(settings, text="given"),
+        [p.prompt for p in taught],
+        settings,
         tmp_path,
-        given=[p.solution for p in taught],
+        given=[p.solution if i % 8 else None for i, p in enumerate(taught)],
         held_out_prompts=[p.prompt for p in held_out],
         progress=lambda step, total, row: phases.append(row["phase"]),
     )
-    assert result.before.sequences == 24
-    assert result.after.ci[0] > result.before.ci[1] + 0.1
-    assert result.after.mean > 0.4
+    assert result.before.sequences == 12
+    assert result.after.ci[0] > result.before.ci[1] + 0.05
     assert set(phases) == {"sampling", "training", "held-out"}
-    assert [r["step"] for r in metrics(tmp_path) if "held_out_acceptance" in r] == [0, 30, 60]
+    assert len((tmp_path / "texts.jsonl").read_text().splitlines()) == 8
+    assert [r["step"] for r in metrics(tmp_path) if "held_out_acceptance" in r] == [0, 12, 24]
     assert all(torch.equal(v, before[k]) for k, v in pair.target.state_dict().items())
     assert all(p.requires_grad for p in pair.target.parameters())
     assert (tmp_path / "curve.png").stat().st_size > 5000
     # The measure is lossless acceptance: the engine accepts about as much.
     drafted = ModelPair(pair.target, result.draft, pair.tokenizer)
-    stats = generate(drafted, [p.prompt for p in held_out], num_speculative_tokens=1, max_new_tokens=40, seed=0).stats
+    stats = generate(drafted, [p.prompt for p in held_out], num_speculative_tokens=1, max_new_tokens=32, seed=0).stats
     assert stats.acceptance_rate == pytest.approx(result.after.mean, abs=0.1)
 
 
@@ -401,7 +403,7 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path):
         ({"text": "given"}, {}, "text='given' needs completions: pass given="),
         ({"text": "given"}, {"given": ["a"]}, "given has 1 completions for 8 prompts"),
         ({"text": "given"}, {"given": [None] * 8}, "no text to learn from"),
-        ({"text": "own"}, {}, "text='own' must be 'target', 'given' or 'both'"),
+        ({"text": "own"}, {}, "text='own' must be 'target', 'given' or 'mixed'"),
         ({"steps": 0}, {}, "steps=0 must be a whole number above 0"),
         ({"learning_rate": float("nan")}, {}, "learning_rate=nan must be a number above 0"),
         ({"tv_from": 1.5}, {}, "tv_from=1.5 must be between 0 and 1"),

@@ -62,7 +62,7 @@ def distill(
             target's embeddings and output layer.
         tokenizer: of both.
         prompts: strings or chats.
-        given: completions, one per prompt (None for a prompt without), where ``settings.text`` is given or both.
+        given: completions, one per prompt (None for a prompt without), where ``settings.text`` is given or mixed.
         held_out_prompts: for the measure before, during and after; none without.
         resume: go on with the run in ``output_dir`` from its last checkpoint, or start one where there is none.
         progress: called with step, number of steps and metrics; the metrics' ``phase`` is sampling, training or
@@ -116,11 +116,13 @@ def distill(
         share = 0.0 if any((out / "checkpoints").glob("step-*")) else 0.5
         measured = sample(held_out, "held-out.jsonl", 1, settings.seed + 500_000_000, share) if held_out else []
         lessons: list[Lesson] = []
-        if settings.text != "given":
-            lessons += sample(encoded, "texts.jsonl", settings.samples_per_prompt, settings.seed, 1.0)
+        unanswered = list(encoded)
         if settings.text != "target":
             assert given is not None
             lessons += given_sequences(pair, prompts, encoded, given, settings.max_new_tokens)
+            unanswered = [None if text else ids for ids, text in zip(encoded, given, strict=True)]
+        if settings.text != "given" and any(unanswered):
+            lessons += sample(unanswered, "texts.jsonl", settings.samples_per_prompt, settings.seed, 1.0)
         lessons = [x for x in lessons if len(x) > 1]
         if not lessons:
             raise ValueError(

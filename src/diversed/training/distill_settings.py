@@ -14,7 +14,8 @@ class DistillSettings:
 
     layers: tuple[int, ...] | None = None  #: of the target, for a shallow student; the first and last two where None
     lora_rank: int = 0  #: 0 trains all parameters that are not the target's own; above, LoRA, merged at the end
-    text: Literal["target", "given", "both"] = "target"  #: completions: sampled from the target, the given ones, both
+    #: Completions: sampled from the target; the given ones; or the given one where a prompt has one, else sampled.
+    text: Literal["target", "given", "mixed"] = "target"
     samples_per_prompt: int = 1
     max_new_tokens: int = 128
     temperature: float = 1.0  #: of the sampled text; the divergences are those at temperature 1
@@ -64,7 +65,7 @@ def check_settings(settings: DistillSettings, given: Sequence[str | None] | None
         require(number(getattr(settings, name)) and getattr(settings, name) > 0, name, "a number above 0")
     for name in ("tv_from", "sampling_share"):
         require(number(getattr(settings, name)) and 0 <= getattr(settings, name) <= 1, name, "between 0 and 1")
-    require(settings.text in ("target", "given", "both"), "text", "'target', 'given' or 'both'")
+    require(settings.text in ("target", "given", "mixed"), "text", "'target', 'given' or 'mixed'")
     require(settings.precision in ("bf16", "float32"), "precision", "'bf16' or 'float32'")
     budget, batch = settings.budget_seconds, settings.sampling_batch
     require(budget is None or (number(budget) and budget > 0), "budget_seconds", "a number above 0, or None for none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
@@ -83,6 +84,10 @@ def given_completion(pair: ModelPair, prompt: Prompt, ids: list[int], text: str)
     return completion if end_token is None else [*completion, end_token]
 
 
+class OutOfTimeError(Exception):
+    """Leaves a batch that the budget has no more time for."""
+
+
 def sampled_sequences(
     pair: ModelPair,
     prompts: Sequence[list[int] | None],
@@ -102,7 +107,8 @@ def sampled_sequences(
     completion has a seed of its own: what it is does not depend on when or beside which others it was drawn.
 
     Args:
-        until: on the clock of ``time.perf_counter``; no batch starts that would probably end later.
+        until: on the clock of ``time.perf_counter``. No batch starts that would probably end later, and one that is
+            under way then is cut short where it stands: the start of a sample is still a sample of the target's.
     """
     jobs = [(i, k) for k in range(samples_per_prompt) for i, ids in enumerate(prompts) if ids is not None]
     order = torch.randperm(len(jobs), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -110,25 +116,36 @@ def sampled_sequences(
     done = {row["job"] for row in rows}
     waiting = [j for j in order if j not in done]
     taken = 0.0
+    assert pair.tokenizer is not None
     for start in range(0, len(waiting), batch_size):
         began = time.perf_counter()
-        if until is not None and began + taken > until:
+        if until is not None and (began >= until or began + taken > until):
             break
         batch = waiting[start : start + batch_size]
         chosen = [prompts[jobs[j][0]] or [] for j in batch]
         width = max(map(len, chosen))
-        out = generate(
-            pair,
-            input_ids=torch.tensor([[0] * (width - len(ids)) + ids for ids in chosen]),
-            attention_mask=torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in chosen]),
-            num_speculative_tokens=0,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=[seed + 1 + j for j in batch],
-        )
+        tokens: list[list[int]] = [[] for _ in batch]
+
+        def collect(index: int, new: list[int], tokens: list[list[int]] = tokens) -> None:
+            tokens[index] += new
+            if until is not None and time.perf_counter() > until:
+                raise OutOfTimeError
+
+        with contextlib.suppress(OutOfTimeError):
+            generate(
+                pair,
+                input_ids=torch.tensor([[0] * (width - len(ids)) + ids for ids in chosen]),
+                attention_mask=torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in chosen]),
+                num_speculative_tokens=0,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=[seed + 1 + j for j in batch],
+                callback=collect,
+            )
         fresh = [
-            {"job": j, "prompt": jobs[j][0], "tokens": ids, "text": text}
-            for j, ids, text in zip(batch, out.token_ids, out.texts, strict=True)
+            {"job": j, "prompt": jobs[j][0], "tokens": ids, "text": pair.tokenizer.decode(ids)}
+            for j, ids in zip(batch, tokens, strict=True)
+            if ids
         ]
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in fresh)
