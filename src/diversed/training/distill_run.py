@@ -184,7 +184,7 @@ def measure(run: Run, lessons: list[Lesson]) -> Acceptance:
     counts = [len(lesson.completion) for lesson in lessons]
     mean, ci = ratio_interval(sums.tolist(), counts)
     run.measuring_seconds = time.perf_counter() - began
-    return Acceptance(mean, ci, len(lessons), sum(counts))
+    return Acceptance(mean, (max(0.0, ci[0]), min(1.0, ci[1])), len(lessons), sum(counts))
 
 
 def make_optimizer(run: Run) -> torch.optim.AdamW:
