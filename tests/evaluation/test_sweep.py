@@ -15,13 +15,13 @@ from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, load_
 from diversed.evaluation.show import family, frontier_picture, frontier_table, write_json
 from diversed.evaluation.sweep import Plan, summarise, sweep
 from diversed.tasks import load_task
-from diversed.verifiers import EntropyRule, LearnedEnsemble, Lossless, StaticEnsemble
+from diversed.verifiers import DistanceRule, EntropyRule, FavouriteRule, LearnedEnsemble, Lossless, StaticEnsemble
 
 SETTINGS = (Setting(TARGET_ONLY, num_speculative_tokens=0), Setting("lossless"), Setting("static:0.3", quality=0.4))
 PLAN = Plan(SETTINGS, batch_size=3, timing_n=2, seed=5)
 KEYS = [
     "verifier", "weight", "quality", "num_speculative_tokens", "temperature", "task", "n", "score", "score_ci",
-    "acceptance_rate", "acceptance_ci", "block_efficiency", "tokens_per_target_call", "tokens_per_second",
+    "acceptance_rate", "acceptance_ci", "position_acceptance", "position_acceptance_ci", "block_efficiency", "tokens_per_target_call", "tokens_per_second",
     "normalised_time", "speedup", "seed", "provenance",
 ]  # fmt: skip
 
@@ -148,6 +148,8 @@ def test_draft_only_runs_the_draft(pair, task):
     [
         ("lossless", Lossless),
         ("entropy:0.7", EntropyRule),
+        ("tv:0.6", DistanceRule),
+        ("favourite:0.1", FavouriteRule),
         ("static:0.7", StaticEnsemble),
         ("learned", LearnedEnsemble),
         ("learned:tally", LearnedEnsemble),

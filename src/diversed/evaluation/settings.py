@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from diversed.engine import ModelPair
-from diversed.verifiers import EntropyRule, LearnedEnsemble, Lossless, StaticEnsemble, Verifier
+from diversed.verifiers import (
+    DistanceRule,
+    EntropyRule,
+    FavouriteRule,
+    LearnedEnsemble,
+    Lossless,
+    StaticEnsemble,
+    Verifier,
+)
 
+RULES: dict[str, tuple[Callable[[float], Verifier], str]] = {
+    "entropy": (EntropyRule, "a threshold in nats, say entropy:0.7"),
+    "tv": (DistanceRule, "a threshold between 0 and 1, say tv:0.6"),
+    "favourite": (FavouriteRule, "a probability, say favourite:0.1"),
+}
 TARGET_ONLY, DRAFT_ONLY = "target-only", "draft-only"
 
 
 @functools.lru_cache(maxsize=64)
 def load_verifier(spec: str) -> Verifier:
-    """A verifier from its name: ``lossless``, ``static:0.7`` (the weight on the target), ``entropy:0.7`` (strict
-    below so many nats), ``learned`` or ``learned:tally`` (the embedded pair's heads), or the folder or Hub id
-    of a trained head, or a training run's folder."""
+    """A verifier from its name.
+
+    ``lossless``; ``static:0.7`` (the weight on the target); the training-free rules ``entropy:0.7`` (strict below so
+    many nats), ``tv:0.6`` (strict above that TV) and ``favourite:0.1`` (strict where p of the draft's favourite lies
+    below); ``learned`` or ``learned:tally`` (the embedded pair's heads); or the folder or Hub id of a trained head, or
+    a training run's folder.
+    """
     kind, _, argument = spec.partition(":")
     if spec == "lossless":
         return Lossless()
@@ -26,11 +44,12 @@ def load_verifier(spec: str) -> Verifier:
             return StaticEnsemble(float(argument))
         except ValueError as error:
             raise ValueError(f"verifier={spec!r}: write static:W with a weight W in [0, 1], say static:0.7") from error
-    if kind == "entropy":
+    if kind in RULES and argument:
+        rule, meaning = RULES[kind]
         try:
-            return EntropyRule(float(argument))
+            return rule(float(argument))
         except ValueError as error:
-            raise ValueError(f"verifier={spec!r}: write entropy:H with a threshold in nats, say entropy:0.7") from error
+            raise ValueError(f"verifier={spec!r}: write {kind}:X with {meaning} ({error})") from error
     if kind == "learned":
         from diversed.pairs import HEADS
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diversed.verifiers.ensemble import Ensemble
+from diversed.verification import total_variation
+from diversed.verifiers.ensemble import Ensemble, check_fraction
 
 
 @dataclass(frozen=True)
@@ -24,3 +25,30 @@ class EntropyRule(Ensemble):
         entropy: Tensor = -torch.special.xlogy(target_probs, target_probs).sum(-1)
         strict: Tensor = entropy < self.threshold
         return strict.to(target_probs.dtype)
+
+
+@dataclass(frozen=True)
+class DistanceRule(Ensemble):
+    """Strict where the models disagree: w = 1 where TV(p, q) lies above ``threshold``, else 0."""
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        check_fraction("threshold", self.threshold)
+
+    def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+        return (total_variation(target_probs, draft_probs) > self.threshold).to(target_probs.dtype)
+
+
+@dataclass(frozen=True)
+class FavouriteRule(Ensemble):
+    """Strict where the target thinks little of the draft's favourite: w = 1 where p(argmax q) < ``threshold``."""
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        check_fraction("threshold", self.threshold)
+
+    def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+        favourite = draft_probs.argmax(-1, keepdim=True)
+        return (target_probs.gather(-1, favourite).squeeze(-1) < self.threshold).to(target_probs.dtype)

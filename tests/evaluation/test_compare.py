@@ -1,0 +1,84 @@
+"""Paired comparisons: intervals that cover, interpolation that is a mixture."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from diversed.evaluation.compare import Measured, at_acceptance, by_setting, paired_difference, statements
+from diversed.evaluation.settings import Setting
+from diversed.evaluation.sweep import Measurement
+
+TIME = {"prefill": 0.0, "draft": 0.0, "target": 1.0, "verification": 0.0, "rest": 0.0}
+
+
+def measurement(setting: Setting, start: int, scores: list[float], accepted: int, rejected: int) -> Measurement:
+    n = len(scores)
+    counts = {"drafted": [9] * n, "accepted": [accepted] * n, "rejected": [rejected] * n, "target_calls": [3] * n}
+    return Measurement(setting, start, False, scores, **counts, tokens=[9] * n, time=TIME)
+
+
+def test_the_paired_interval_covers_at_its_nominal_rate() -> None:
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(1000):
+        difficulty = rng.normal(size=120)
+        a, b = ((difficulty + rng.normal(size=120) + shift > 0).astype(float) for shift in (0.3, 0.0))
+        _, (low, high) = paired_difference(a, b)
+        covered += low <= TRUE_DIFFERENCE <= high
+    assert 0.93 <= covered / 1000 <= 0.97
+
+
+# P(d + e + 0.3 > 0) - 1/2 with d, e standard normal: the normal distribution function at 0.3 / sqrt(2), less a half.
+TRUE_DIFFERENCE = 0.0839967
+
+
+def test_pairing_is_sharper_than_two_separate_means() -> None:
+    rng = np.random.default_rng(1)
+    difficulty = (rng.random(500) < 0.5).astype(float)
+    better = np.maximum(difficulty, (rng.random(500) < 0.1).astype(float))
+    mean, (low, high) = paired_difference(better, difficulty)
+    assert mean == pytest.approx(float(better.mean() - difficulty.mean()))
+    assert low > 0
+    unpaired = 1.96 * (better.var(ddof=1) / 500 + difficulty.var(ddof=1) / 500) ** 0.5
+    assert high - low < unpaired
+
+
+def test_parts_of_a_setting_come_together_in_order() -> None:
+    a, b = Setting("lossless"), Setting("static:0.5")
+    parts = [
+        measurement(a, 2, [0.0, 1.0], 1, 3),
+        measurement(b, 0, [1.0, 1.0], 4, 0),
+        measurement(a, 0, [1.0, 0.5], 3, 1),
+    ]
+    found = by_setting(parts, timed=False)
+    assert found[a].scores.tolist() == [1.0, 0.5, 0.0, 1.0]
+    assert found[a].acceptance == pytest.approx(8 / 16)
+    assert found[b].acceptance == 1.0
+    assert by_setting(parts, timed=True) == {}
+
+
+def test_between_two_settings_lies_their_mixture() -> None:
+    low = Measured(Setting("static:0.8"), np.array([1.0, 1.0, 0.0]), 0.5, (0.4, 0.6))
+    high = Measured(Setting("static:0.2"), np.array([0.0, 1.0, 0.0]), 0.9, (0.8, 1.0))
+    between = at_acceptance([high, low], 0.6)
+    assert between is not None
+    np.testing.assert_allclose(between, [0.75, 1.0, 0.0])
+    assert at_acceptance([high, low], 0.95) is None
+    assert at_acceptance([high, low], 0.4) is None
+
+
+def test_statements_compare_with_the_target_and_with_static_at_equal_acceptance() -> None:
+    target, mine = Setting("target-only", None, 0), Setting("learned", 0.5)
+    curve = [Setting("lossless"), Setting("static:0")]
+    measured = {
+        target: Measured(target, np.array([1.0, 1.0, 1.0, 0.0]), None, None),
+        curve[0]: Measured(curve[0], np.array([1.0, 1.0, 1.0, 0.0]), 0.6, (0.5, 0.7)),
+        curve[1]: Measured(curve[1], np.array([0.0, 0.0, 0.0, 0.0]), 1.0, (1.0, 1.0)),
+        mine: Measured(mine, np.array([1.0, 1.0, 0.0, 0.0]), 0.9, (0.85, 0.95)),
+    }
+    statement = next(s for s in statements(measured, target, curve) if s.setting == mine)
+    assert statement.over_target == pytest.approx(-0.25)
+    assert statement.over_static == pytest.approx(0.5 - 0.25 * 0.75)
+    low, high = statement.over_static_ci
+    assert low < statement.over_static < high
