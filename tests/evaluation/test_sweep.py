@@ -21,7 +21,8 @@ SETTINGS = (Setting(TARGET_ONLY, num_speculative_tokens=0), Setting("lossless"),
 PLAN = Plan(SETTINGS, batch_size=3, timing_n=2, seed=5)
 KEYS = [
     "verifier", "weight", "quality", "num_speculative_tokens", "temperature", "task", "n", "score", "score_ci",
-    "acceptance_rate", "acceptance_ci", "position_acceptance", "position_acceptance_ci", "block_efficiency", "tokens_per_target_call", "tokens_per_second",
+    "acceptance_rate", "acceptance_ci", "position_acceptance", "position_acceptance_ci",
+    "block_efficiency", "tokens_per_target_call", "tokens_per_second",
     "normalised_time", "speedup", "seed", "provenance",
 ]  # fmt: skip
 
