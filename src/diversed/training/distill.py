@@ -108,9 +108,7 @@ def distill(
                 temperature=settings.temperature,
                 batch_size=settings.sampling_batch or (256 if run.device.type == "cuda" else 8),
                 seed=seed,
-                until=None
-                if run.budget is None
-                else time.perf_counter() + share * settings.sampling_share * run.budget,
+                until=None if run.budget is None else deadline(share, run.budget),
                 progress=lambda done, total: report(done, total, {"phase": "sampling", "file": file}),
             )
 
@@ -124,9 +122,7 @@ def distill(
             lessons += given_sequences(pair, prompts, encoded, given, settings.max_new_tokens)
             unanswered = [None if text else ids for ids, text in zip(encoded, given, strict=True)]
         if settings.text != "given" and any(unanswered):
-            lessons += sample(
-                unanswered, "texts.jsonl", settings.samples_per_prompt, settings.seed, 0.5 if measured else 1.0
-            )
+            lessons += sample(unanswered, "texts.jsonl", settings.samples_per_prompt, settings.seed, 1.0)
         lessons = [x for x in lessons if len(x) > 1]
         if not lessons:
             raise ValueError(
