@@ -98,6 +98,13 @@ def distill(
         target.requires_grad_(False)
         run = Run(target, student, settings, out, report, started, (draft or target).dtype)
 
+        sampling = time.perf_counter()
+
+        def until(share: float, budget: float) -> float:
+            """When to stop. Training text also gets what held-out text left of its half, and a quarter at least."""
+            allowed = settings.sampling_share * budget
+            return max(sampling + share * allowed, time.perf_counter() + min(share, 0.25) * allowed)
+
         def sample(which: Sequence[list[int] | None], file: str, copies: int, seed: int, share: float) -> list[Lesson]:
             return sampled_sequences(
                 pair,
@@ -108,7 +115,7 @@ def distill(
                 temperature=settings.temperature,
                 batch_size=settings.sampling_batch or (256 if run.device.type == "cuda" else 8),
                 seed=seed,
-                until=None if run.budget is None else deadline(share, run.budget),
+                until=None if run.budget is None else until(share, run.budget),
                 progress=lambda done, total: report(done, total, {"phase": "sampling", "file": file}),
             )
 
