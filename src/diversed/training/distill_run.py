@@ -160,6 +160,7 @@ def train(
                 mark += time.perf_counter() - paused
             if interrupted():
                 raise KeyboardInterrupt
+    run.tokens, run.training_seconds = run.tokens + tokens, run.training_seconds + time.perf_counter() - mark
     if saved != step:
         place = {"step": step, "share": min(share, 1.0), "sums": sums.tolist(), "since": since, "tokens": tokens}
         save_checkpoint(run, optimizer, place | keep)
