@@ -80,11 +80,16 @@ def labels_of(rollouts: Rollouts) -> Labels:
 
 
 def expected_reward(rollouts: Rollouts) -> Tensor:
-    """V(s) for every token by ridge regression, each fifth of the sequences predicted from the others, [T]."""
+    """V(s) for every token, [T], without a look at the sequence's own reward.
+
+    The mean reward of the other answers to the same prompt, where there are any, plus a ridge regression of what is
+    left on the head's input; each fifth of the prompts is predicted from the others.
+    """
+    baseline = others_mean(rollouts.reward, rollouts.prompt)
     x = rollouts.inputs
     x = ((x - x.mean(0)) / x.std(0, correction=0).clamp_min(1e-4)).double()
-    y = rollouts.reward[rollouts.sequence].double()
-    fold = rollouts.sequence % FOLDS
+    y = (rollouts.reward - baseline)[rollouts.sequence].double()
+    fold = rollouts.prompt[rollouts.sequence] % FOLDS
     result = torch.empty(len(y), dtype=torch.float64)
     for k in range(FOLDS):
         held = fold == k
@@ -94,4 +99,13 @@ def expected_reward(rollouts: Rollouts) -> Tensor:
         used = ~held
         (coefficients,) = solve_ridge(x[used], y[used], torch.ones_like(y[used]), (VALUE_DECAY,))
         result[held] = predict_ridge(x[held], coefficients)
-    return result.float()
+    return result.float() + baseline[rollouts.sequence]
+
+
+def others_mean(reward: Tensor, prompt: Tensor) -> Tensor:
+    """The mean reward of the other answers to the same prompt; 0 where there is none. [S]"""
+    _, which = prompt.unique(return_inverse=True)
+    count = torch.bincount(which).float()
+    total = torch.zeros(len(count)).index_add_(0, which, reward)
+    others = count[which] - 1
+    return torch.where(others > 0, (total[which] - reward) / others.clamp_min(1), 0.0)

@@ -226,7 +226,7 @@ def draws(run: Run, step: int) -> Draws:
         generator = torch.Generator().manual_seed(1000 * settings.seed + epoch)
         at = int(torch.randperm(len(pool), generator=generator)[place])
         examples += [pool[at]] * copies
-        numbers += [i - step * count] * copies
+        numbers += [i] * copies
     first = ((settings.seed * 1_000_003 + step + 1) * 1_000_003) % (1 << 40) * 4096
     return Draws(examples, [first + 4096 * i for i in range(len(examples))], numbers)
 
