@@ -164,6 +164,8 @@ def generation_row(
         "score_ci": None,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_ci": None,
+        "position_acceptance": stats.position_acceptance,
+        "position_acceptance_ci": None,
         "block_efficiency": stats.block_efficiency,
         "tokens_per_target_call": stats.tokens_per_target_call,
         "tokens_per_second": stats.tokens_per_second,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 from dataclasses import fields, replace
@@ -18,6 +19,7 @@ from diversed.cli.options import (
     DeviceOption,
     DraftOption,
     DtypeOption,
+    JsonOption,
     TargetOption,
     console,
     has_chat_template,
@@ -74,6 +76,7 @@ def train(
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     seed: Annotated[int, typer.Option(help="Decides prompts, their order and every draw.")] = 0,
+    json_file: JsonOption = None,
 ) -> None:
     """Train a head for your pair and task. Without --target and --draft: the embedded pair.
 
@@ -85,7 +88,9 @@ def train(
 
       diversed train --target big/ --draft small/ --task my_task.py --objective montecarlo --features --no-hidden
     """
+    from diversed.evaluation.show import write_json
     from diversed.tasks import load_task
+    from diversed.training.run_folder import read_rows
     from diversed.training.settings import TrainSettings
     from diversed.training.trainer import train as run
 
@@ -139,6 +144,8 @@ def train(
         f"(validation, n = {best['n']})"
     )
     console.print(f"head: {result.folder / 'head'}   next: diversed eval {result.folder}")
+    if json_file is not None:
+        write_json(read_rows(result.folder / "validation.jsonl"), json_file)
 
 
 def further(pairs: list[str]) -> dict[str, Any]:
@@ -233,6 +240,7 @@ def distill(
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     seed: Annotated[int, typer.Option(help="Decides the text, its order and every draw.")] = 0,
+    json_file: JsonOption = None,
 ) -> None:
     """Make a draft for a target, or improve one on your tasks.
 
@@ -244,10 +252,11 @@ def distill(
       diversed distill --target big/ --task cnndm --task xsum --layers 0,1,28,29 --budget 1h --output-dir runs/draft
       diversed bench --target big/ --draft runs/draft/draft --task cnndm
     """
+    from diversed.evaluation.show import write_json
     from diversed.pairs import DRAFT, TARGET
     from diversed.tasks import load_task
-    from diversed.training.distill import DistillSettings
-    from diversed.training.distill import distill as run
+    from diversed.training.distillation import DistillSettings
+    from diversed.training.distillation import distill as run
 
     if target is None:
         if draft is not None:
@@ -309,6 +318,8 @@ def distill(
         f"{result.steps} steps (ended by {result.stopped}) in {result.seconds:.0f} s, "
         f"{result.tokens_per_second:.0f} tokens/s; draft: {result.folder}"
     )
+    if json_file is not None:
+        write_json([json.loads((output_dir / "result.json").read_text(encoding="utf-8"))], json_file)
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:

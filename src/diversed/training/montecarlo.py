@@ -9,6 +9,7 @@ often enough, and the reward is compared with what was to be expected at the sta
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from diversed.engine import ModelPair
 from diversed.tasks import Task
 from diversed.training.counterfactual import fit_now, policy
-from diversed.training.regression import FOLDS, Labels, fit, predict_ridge, solve_ridge
+from diversed.training.regression import FOLDS, Labels, Sums, fit, predict_ridge
 from diversed.training.rollouts import Draws, Rollouts, roll_out
 from diversed.training.settings import TrainSettings
 from diversed.training.state import State
@@ -87,24 +88,25 @@ def expected_reward(rollouts: Rollouts) -> Tensor:
     """
     baseline = others_mean(rollouts.reward, rollouts.prompt)
     x = rollouts.inputs
-    x = ((x - x.mean(0)) / x.std(0, correction=0).clamp_min(1e-4)).double()
+    x = (x - x.mean(0)) / x.std(0, correction=0).clamp_min(1e-4)
     y = (rollouts.reward - baseline)[rollouts.sequence].double()
     fold = rollouts.prompt[rollouts.sequence] % FOLDS
+    folds = [(fold == k).nonzero().squeeze(1) for k in range(FOLDS)]
+    parts = [Sums.of(x[rows], y[rows], torch.ones(len(rows))) for rows in folds]
+    whole = functools.reduce(Sums.__add__, parts)
     result = torch.empty(len(y), dtype=torch.float64)
-    for k in range(FOLDS):
-        held = fold == k
-        if held.all() or not held.any():
-            result[held] = y.mean()
-            continue
-        used = ~held
-        (coefficients,) = solve_ridge(x[used], y[used], torch.ones_like(y[used]), (VALUE_DECAY,))
-        result[held] = predict_ridge(x[held], coefficients)
+    for rows, part in zip(folds, parts, strict=True):
+        others = whole - part
+        if not others.mass:  # a single prompt
+            result[rows] = y.mean()
+        elif len(rows):
+            result[rows] = predict_ridge(x[rows].double(), others.solve(VALUE_DECAY))
     return result.float() + baseline[rollouts.sequence]
 
 
 def others_mean(reward: Tensor, prompt: Tensor) -> Tensor:
     """The mean reward of the other answers to the same prompt; 0 where there is none. [S]"""
-    _, which = prompt.unique(return_inverse=True)
+    _, which = torch.unique(prompt, return_inverse=True)
     count = torch.bincount(which).float()
     total = torch.zeros(len(count)).index_add_(0, which, reward)
     others = count[which] - 1

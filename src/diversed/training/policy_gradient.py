@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diversed.training.regression import Sums, predict_ridge
 from diversed.training.rollouts import Rollouts, log_nu
 from diversed.training.settings import TrainSettings
 from diversed.verifiers import EnsembleHead
@@ -46,35 +47,27 @@ class StateValue:
     """V(s): ridge regression of the final reward on the head's input, from earlier batches only.
 
     Monte-Carlo returns, never bootstrapped: a bootstrapped critic cannot see a wrong digit (its own next value is as
-    blind). Earlier batches only, so that a sequence's own reward does not leak into its baseline. Kept as the sums
-    X'X and X'R, which forget by a half every batch or two.
+    blind). Earlier batches only, so that a sequence's own reward does not leak into its baseline; older ones fade.
     """
 
-    gram: Tensor  #: [size + 1, size + 1], float64
-    moment: Tensor  #: [size + 1]
+    sums: Sums
 
-    KEEP = 0.7
+    KEEP = 0.7  # what a batch adds to the ones before counts so much less a batch later
     DECAY = 0.01
 
     @classmethod
     def empty(cls, size: int) -> StateValue:
-        return cls(torch.zeros(size + 1, size + 1, dtype=torch.float64), torch.zeros(size + 1, dtype=torch.float64))
+        return cls(Sums.of(torch.zeros(0, size), torch.zeros(0), torch.zeros(0)))
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         """V at standardised inputs [T, size] -> [T]; None before the first batch."""
-        count = self.gram[-1, -1]
-        if count == 0:
+        if self.sums.mass == 0:
             return None
-        penalty = self.DECAY * count * torch.eye(len(self.gram), dtype=torch.float64)
-        penalty[-1, -1] = 0
-        coefficients = torch.linalg.solve(self.gram + penalty, self.moment)
-        predicted: Tensor = inputs.double() @ coefficients[:-1] + coefficients[-1]
-        return predicted.float()
+        return predict_ridge(inputs.double(), self.sums.solve(self.DECAY)).float()
 
     def learn(self, inputs: Tensor, returns: Tensor) -> None:
-        rows = torch.cat([inputs, torch.ones(len(inputs), 1)], 1).double()
-        self.gram = self.KEEP * self.gram + rows.T @ rows
-        self.moment = self.KEEP * self.moment + rows.T @ returns.double()
+        new, keep = Sums.of(inputs, returns, torch.ones(len(returns))), self.KEEP
+        self.sums = Sums(keep * self.sums.gram, keep * self.sums.moment, keep * self.sums.mass) + new
 
 
 def advantages(rollouts: Rollouts, settings: TrainSettings, value: StateValue, standardised: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ so that turning the dial, which adds to the log-odds, moves the price: one regre
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
@@ -54,20 +55,40 @@ class Labels:
         return cls(group=torch.cat(groups), **rest)
 
 
-def solve_ridge(x: Tensor, y: Tensor, mass: Tensor, decays: tuple[float, ...]) -> list[Tensor]:
-    """Weighted ridge regression with an unpenalised intercept, for several penalties: coefficients [size + 1] each.
+@dataclass
+class Sums:
+    """All that ridge regression needs of its rows: X'MX, X'My and the total mass, with an intercept as last column.
 
-    Everything float64. x: [M, size], standardised; the penalty is ``decay`` times the total mass.
+    Sums of disjoint rows add up, so leaving a fold out is a subtraction and not another pass over the rows.
     """
-    rows = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
-    weighted = rows * mass.unsqueeze(1)
-    gram, moment = weighted.T @ rows, weighted.T @ y
-    flat = torch.ones(len(gram), dtype=x.dtype)
-    flat[-1] = 0
-    return [torch.linalg.solve(gram + torch.diag(d * mass.sum() * flat), moment) for d in decays]
+
+    gram: Tensor  #: [size + 1, size + 1], float64
+    moment: Tensor  #: [size + 1]
+    mass: Tensor  #: []
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, mass: Tensor) -> Sums:
+        """x: [M, size] standardised; y, mass: [M]."""
+        rows = torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64)], 1)
+        weighted = rows * mass.double().unsqueeze(1)
+        return cls(weighted.T @ rows, weighted.T @ y.double(), mass.double().sum())
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.gram + other.gram, self.moment + other.moment, self.mass + other.mass)
+
+    def __sub__(self, other: Sums) -> Sums:
+        return Sums(self.gram - other.gram, self.moment - other.moment, self.mass - other.mass)
+
+    def solve(self, decay: float) -> Tensor:
+        """Coefficients [size + 1]; the penalty is ``decay`` times the mass, the intercept is free."""
+        penalty = decay * self.mass * torch.eye(len(self.gram), dtype=torch.float64)
+        penalty[-1, -1] = 0
+        solution: Tensor = torch.linalg.solve(self.gram + penalty, self.moment)
+        return solution
 
 
 def predict_ridge(x: Tensor, coefficients: Tensor) -> Tensor:
+    """[M, size] float64 and [size + 1] or [size + 1, K] to [M] or [M, K]."""
     return x @ coefficients[:-1] + coefficients[-1]
 
 
@@ -78,18 +99,22 @@ def weighted_error(prediction: Tensor, y: Tensor, mass: Tensor) -> float:
 def fit_linear(x: Tensor, labels: Labels) -> tuple[Tensor, dict[str, float]]:
     """Coefficients [size + 1] at the penalty that predicts held-out rollouts best."""
     y, mass = labels.value.double(), labels.mass.double()
-    fold = labels.group % FOLDS
+    folds = [(labels.group % FOLDS == k).nonzero().squeeze(1) for k in range(FOLDS)]
+    folds = [rows for rows in folds if len(rows)]
+    parts = [Sums.of(x[rows], y[rows], mass[rows]) for rows in folds]
+    whole = functools.reduce(Sums.__add__, parts)
     errors = torch.zeros(len(DECAYS))
-    for k in range(FOLDS):
-        held = fold == k
-        if not held.any() or held.all():
-            continue
-        for i, coefficients in enumerate(solve_ridge(x[~held], y[~held], mass[~held], DECAYS)):
-            errors[i] += weighted_error(predict_ridge(x[held], coefficients), y[held], mass[held]) / FOLDS
+    for rows, part in zip(folds, parts, strict=True):
+        if len(parts) == 1:
+            break
+        coefficients = torch.stack([(whole - part).solve(d) for d in DECAYS], 1)
+        predicted = predict_ridge(x[rows].double(), coefficients)
+        errors += (mass[rows].unsqueeze(1) * (predicted - y[rows].unsqueeze(1)).square()).sum(0).float()
+    errors /= float(mass.sum())
     best = int(errors.argmin())
     variance = weighted_error((mass * y).sum() / mass.sum(), y, mass)
     explained = 1 - float(errors[best]) / variance if variance else 0.0
-    return solve_ridge(x, y, mass, (DECAYS[best],))[0], {"decay": DECAYS[best], "explained": explained}
+    return whole.solve(DECAYS[best]), {"decay": DECAYS[best], "explained": explained}
 
 
 def fit_mlp(head: EnsembleHead, x: Tensor, labels: Labels, settings: TrainSettings) -> dict[str, float]:
@@ -148,7 +173,7 @@ def fit(head: EnsembleHead, labels: Labels, settings: TrainSettings) -> dict[str
                 figures = fit_mlp(head, x, labels, settings)
             advantage = head.out(head.body(x)).squeeze(-1)
         else:
-            coefficients, figures = fit_linear(x.double(), labels)
+            coefficients, figures = fit_linear(x, labels)
             head.out.weight.copy_(coefficients[:-1].float().unsqueeze(0))
             head.out.bias.fill_(float(coefficients[-1]))
             advantage = predict_ridge(x.double(), coefficients).float()

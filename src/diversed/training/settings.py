@@ -96,6 +96,7 @@ class TrainSettings:
         require(
             bool(self.qualities) and all(0 < q < 1 for q in self.qualities), "qualities", "strictly between 0 and 1"
         )
+        require(self.features or self.hidden, "hidden", "true where features is false, or the head sees nothing")
         if self.baseline == "prompt" and self.samples_per_prompt < 2:
             raise ValueError("baseline='prompt' needs samples_per_prompt of at least 2, or there is nothing to compare")
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diversed.training.policy_gradient import StateValue
+from diversed.training.regression import Sums
 from diversed.training.settings import TrainSettings
 from diversed.verifiers import EnsembleHead
 
@@ -59,7 +60,7 @@ class State:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         save_file(self.head.state_dict(), fresh / "head.safetensors")
-        value = {"gram": self.value.gram, "moment": self.value.moment}
+        value = {"value": vars(self.value.sums)}
         torch.save({"optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict(), **value},
                    fresh / "optimiser.pt")  # fmt: skip
         plain = {name: getattr(self, name) for name in PLAIN}
@@ -78,7 +79,7 @@ class State:
         tensors = torch.load(folder / "optimiser.pt", weights_only=True)
         self.optimiser.load_state_dict(tensors["optimiser"])
         self.schedule.load_state_dict(tensors["schedule"])
-        self.value = StateValue(tensors["gram"], tensors["moment"])
+        self.value = StateValue(Sums(**tensors["value"]))
         for name, value in json.loads((folder / "state.json").read_text(encoding="utf-8")).items():
             setattr(self, name, value)
 

@@ -80,7 +80,7 @@ def backward_in_chunks(
         assert hidden.grad is not None
         gradients.append(hidden.grad)
         sums += torch.stack([(w * kl.detach()).sum(), (w * tv.detach()).sum()])
-    draft_hidden.backward(torch.cat(gradients))
+    draft_hidden.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
     return sums
 
 

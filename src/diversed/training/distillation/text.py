@@ -210,8 +210,8 @@ def collate(sequences: Sequence[Lesson], prompt_weight: float, device: torch.dev
     positions = weights.flatten().nonzero().squeeze(1)
     kept = weights.flatten()[positions]
     total = float(kept.sum())
-    moved = [to_device(x, device) for x in (ids, positions, kept, positions // longest)]
-    return Batch(*moved, total_weight=total, tokens=sum(map(len, sequences)))  # type: ignore[misc]
+    ids, positions, kept, rows = (to_device(x, device) for x in (ids, positions, kept, positions // longest))
+    return Batch(ids, positions, kept, rows, total_weight=total, tokens=sum(map(len, sequences)))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -14,7 +14,8 @@ from diversed.cli import app
 QUESTION = "Question: Ada has 12 nuts and sells 5. How many nuts are there now?\nAnswer:"
 ROW_KEYS = {
     "verifier", "weight", "quality", "num_speculative_tokens", "temperature", "task", "n", "score", "score_ci",
-    "acceptance_rate", "acceptance_ci", "block_efficiency", "tokens_per_target_call", "tokens_per_second",
+    "acceptance_rate", "acceptance_ci", "position_acceptance", "position_acceptance_ci",
+    "block_efficiency", "tokens_per_target_call", "tokens_per_second",
     "normalised_time", "speedup", "seed", "provenance",
 }  # fmt: skip
 
@@ -26,7 +27,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def test_help_teaches():
-    for command in ("demo", "generate", "chat", "bench"):
+    for command in ("demo", "generate", "chat", "bench", "eval", "train", "distill"):
         result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"})
         assert result.exit_code == 0
         assert "--seed" in result.output

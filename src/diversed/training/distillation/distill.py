@@ -18,11 +18,11 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from diversed.engine import ModelPair
-from diversed.training.distill_loss import check_head
-from diversed.training.distill_run import Acceptance, Progress, Run, log_held_out, measure, train, write_whole
-from diversed.training.distill_settings import RESUMABLE, DistillSettings, check_settings
-from diversed.training.distill_student import add_lora, save_draft, student_of
-from diversed.training.distill_text import Lesson, Prompt, encode, given_sequences, read_rows, sampled_sequences
+from diversed.training.distillation.loss import check_head
+from diversed.training.distillation.run import Acceptance, Progress, Run, log_held_out, measure, train, write_whole
+from diversed.training.distillation.settings import RESUMABLE, DistillSettings, check_settings
+from diversed.training.distillation.student import add_lora, save_draft, student_of
+from diversed.training.distillation.text import Lesson, Prompt, encode, given_sequences, read_rows, sampled_sequences
 
 __all__ = ["Acceptance", "DistillSettings", "Distilled", "distill"]
 

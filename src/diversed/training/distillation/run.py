@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from diversed.evaluation.statistics import Interval, ratio_interval
-from diversed.training.distill_loss import (
+from diversed.training.distillation.loss import (
     Divergences,
     backward_in_chunks,
     chunk_size,
@@ -28,8 +28,8 @@ from diversed.training.distill_loss import (
     head_of,
     hidden_states,
 )
-from diversed.training.distill_settings import DistillSettings
-from diversed.training.distill_text import Lesson, batch_at, collate, in_batches, read_rows
+from diversed.training.distillation.settings import DistillSettings
+from diversed.training.distillation.text import Lesson, batch_at, collate, in_batches, read_rows
 
 LOG_EVERY = 20  # steps: reading a loss waits for the device
 TV_WEIGHT = 2.0

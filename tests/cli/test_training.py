@@ -1,0 +1,136 @@
+"""train, eval and distill from the command line: from nothing to a head that bench finds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diversed.cli import app
+from diversed.cli.training import further, parse_duration, parse_layers
+
+TASK = """
+def rows(split):
+    for i in range(12):
+        yield {"prompt": f"{split} Question {i}: Ada has {i} nuts.\\nAnswer:", "length": 20 + i}
+
+
+def reward(prompts, completions, length, **columns):
+    return [min(1.0, len(text) / n) for text, n in zip(completions, length, strict=True)]
+
+
+MAX_NEW_TOKENS = 12
+"""
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"}, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_train_then_eval_then_bench(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    quick = ["--steps", "2", "--prompts-per-step", "6", "--validation-n", "8", "--set", "fit_every=1"]
+    said = invoke("train", "--task", "tally", *quick, "--output-dir", str(run), "--json", str(tmp_path / "v.json"))
+    assert "diversed eval" in said
+    assert {r["quality"] for r in json.loads((tmp_path / "v.json").read_text())} == {0.9, 0.7, 0.5, 0.3, 0.1}
+    card = (run / "head" / "README.md").read_text()
+    assert "counterfactual" in card
+
+    said = invoke("eval", str(run), "--n", "6", "--quality", "0.5", "--verifier", "entropy:0.7", "--batch-size", "6")
+    assert "over static" in said
+    folder = run / "eval-tally-test-T1-seed0"
+    rows = json.loads((folder / "rows.json").read_text())
+    assert [r["verifier"] for r in rows][:2] == ["target-only", "lossless"]
+    assert rows[-2]["verifier"] == str(run)
+    assert rows[-2]["task"] == "tally"
+    assert rows[-2]["position_acceptance"] > rows[1]["position_acceptance"]
+    assert len(json.loads((folder / "statements.json").read_text())) == len(rows) - 1
+
+    out = tmp_path / "bench.json"
+    invoke(
+        "bench", "--verifier", str(run), "--num-speculative-tokens", "5", "--json", str(out), "--n", "4",
+        "--timing-n", "1", "--output-dir", str(tmp_path / "bench"),
+    )  # fmt: skip
+    rows = json.loads(out.read_text())
+    assert rows[0]["verifier"] == "target-only"
+    assert sorted(r["quality"] for r in rows if r["verifier"] == str(run)) == [0.1, 0.3, 0.5, 0.7, 0.9]
+    assert {r["task"] for r in rows} == {"tally"}  # the run's own
+
+
+def test_a_task_of_ones_own_from_a_python_file_and_from_json_lines(tmp_path: Path) -> None:
+    (tmp_path / "my_task.py").write_text(TASK)
+    quick = ["--steps", "1", "--prompts-per-step", "4", "--validation-n", "4", "--objective", "montecarlo"]
+    invoke("train", "--task", str(tmp_path / "my_task.py"), *quick, "--output-dir", str(tmp_path / "a"))
+    rows = [{"prompt": f"Question {i}: how many?\nAnswer:", "length": 30} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    reward = f"{tmp_path / 'my_task.py'}:reward"
+    invoke(
+        "train", "--task", str(tmp_path / "rows.jsonl"), "--reward", reward, *quick, "--output-dir", str(tmp_path / "b")
+    )
+    assert (tmp_path / "b" / "head" / "model.safetensors").exists()
+
+
+def test_distill_makes_a_draft_that_bench_takes(tmp_path: Path) -> None:
+    said = invoke(
+        "distill", "--layers", "0,6", "--train-n", "6", "--held-out-n", "3", "--steps", "3", "--batch-size", "2",
+        "--output-dir", str(tmp_path / "d"), "--json", str(tmp_path / "d.json"),
+    )  # fmt: skip
+    assert "before" in said
+    (row,) = json.loads((tmp_path / "d.json").read_text())
+    assert row["steps"] == 3
+    assert row["after"]["sequences"] == 3
+    config = json.loads((tmp_path / "d" / "draft" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("45", 45), (" 2 m ", 120), (None, None)]
+)
+def test_durations(text: str | None, seconds: float | None) -> None:
+    assert parse_duration(text) == seconds
+
+
+def test_further_settings_and_layers() -> None:
+    assert further(["learning_rate=0.01", "baseline=batch", "qualities=(0.5, 0.2)"]) == {
+        "learning_rate": 0.01,
+        "baseline": "batch",
+        "qualities": (0.5, 0.2),
+    }
+    assert parse_layers("0,1,28") == (0, 1, 28)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--task", "humaneval", "--output-dir", "run"], "humaneval"),
+        (["train", "--objective", "ppo"], "objective='ppo'"),
+        (["train", "--temperature", "0"], "temperature=0"),
+        (["train", "--budget", "soon"], "budget='soon'"),
+        (["train", "--set", "rate=3"], "--set 'rate=3'"),
+        (["train", "--task", "no.jsonl"], "no.jsonl"),
+        (["train", "--reward", "no_such_file.py:f"], "no_such_file.py"),
+        (["train", "--no-hidden"], "hidden=False must be true where features is false"),
+        (["eval", "nowhere"], "run='nowhere'"),
+        (["distill", "--layers", "0,x"], "layers='0,x'"),
+        (["distill", "--layers", "0,99", "--train-n", "2"], "layers"),
+        (["distill", "--draft", "somewhere"], "target is missing"),
+        (["distill", "--text", "found"], "text"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_argument(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "diversed.cli", *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
