@@ -12,10 +12,10 @@ demo: .venv/installed
 	$(BIN)/diversed demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
 
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow
 
 lint: .venv/installed
 	$(BIN)/ruff check .

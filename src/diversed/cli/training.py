@@ -92,7 +92,11 @@ def train(
     from diversed.tasks import load_task
     from diversed.training.run_folder import read_rows
     from diversed.training.settings import TrainSettings
-    from diversed.training.trainer import train as run
+
+    try:
+        from diversed.training.trainer import train as run
+    except ImportError as error:
+        raise ValueError(f"training needs the extra 'train' ({error}): pip install 'diversed[train]'") from error
 
     settings = TrainSettings(
         objective=objective,  # type: ignore[arg-type]

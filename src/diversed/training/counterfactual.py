@@ -91,8 +91,14 @@ def learn(state: State, batches: list[Labels], settings: TrainSettings, target_r
 
 
 def fit_now(step: int, settings: TrainSettings) -> bool:
-    """Whether the head is refitted after ``step`` steps."""
-    return step % settings.fit_every == 0 or step % settings.validate_every == 0 or step == settings.steps
+    """Whether the head is refitted after ``step`` steps: also in the first few, which cost next to nothing, so that a
+    run cut short has something to show."""
+    return (
+        step <= settings.fit_every
+        or step % settings.fit_every == 0
+        or step % settings.validate_every == 0
+        or step == settings.steps
+    )
 
 
 @torch.inference_mode()

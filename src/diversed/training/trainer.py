@@ -87,7 +87,7 @@ def train(
         train_task, validation_task: the same task on two splits; heads are chosen on the second.
         folder: the run's folder (run_folder.py).
         resume: go on with the run in ``folder``; its numbers are those of an uninterrupted run.
-        budget: seconds after which to stop, everything included, with the best head so far.
+        budget: seconds of this call after which to stop, everything included, with the best head so far.
         trackers: of accelerate: tensorboard, trackio, wandb, ...
         progress: called after every step with its number and metrics.
 
@@ -128,8 +128,8 @@ def train(
     stopped = "steps"
     slowest = 0.0
     while state.step < settings.steps:
-        used = earlier + time.perf_counter() - run.started
-        if budget is not None and used + 1.2 * slowest > budget:
+        used = time.perf_counter() - run.started
+        if budget is not None and agreed(run, used + 1.2 * slowest > budget):
             stopped = "budget"
             break
         if state.early_stop:
@@ -158,6 +158,13 @@ def train(
         raise ValueError(f"budget={budget} s ended before the first step was done: give it more time")
     best_head = LearnedEnsemble.from_pretrained(run.folder / "head").head
     return Result(best_head, state.best, state.step, stopped, run.folder)
+
+
+def agreed(run: Run, decision: bool) -> bool:
+    """The main process's decision, for all: their clocks differ, and one that goes on alone waits for ever."""
+    if run.accelerator.num_processes == 1:
+        return decision
+    return bool(gather_object([decision])[0])
 
 
 def describe(run: Run) -> Row:
