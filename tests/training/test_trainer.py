@@ -177,6 +177,18 @@ def test_a_budget_stops_in_time_with_the_best_head_so_far(tmp_path: Path) -> Non
     assert spent < 8.0
 
 
+def test_a_tracker_gets_the_settings_and_the_figures(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = toy_settings("reinforce++", **(STEPS | {"steps": 3}))
+    train(toy_pair(), toy_task(), toy_task("validation", n=8), settings, tmp_path / "run", trackers="tensorboard")
+    (events,) = (tmp_path / "run" / "diversed").glob("events*")
+    log = EventAccumulator(str(events)).Reload()
+    assert [e.step for e in log.Scalars("reward")] == [1, 2, 3]
+    assert log.Scalars("price")[0].value == pytest.approx(read_rows(tmp_path / "run" / "metrics.jsonl")[0]["price"])
+
+
 def test_patience_ends_a_run_that_no_longer_improves(tmp_path: Path) -> None:
     result = run(tmp_path / "run", steps=50, patience=2, learning_rate=1e-9)
     assert result.stopped == "patience"

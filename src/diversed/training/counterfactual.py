@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diversed.engine import ModelPair, generate
 from diversed.engine.decoder import align_vocabulary
+from diversed.engine.stopping import Stopping
 from diversed.tasks import Task, judge
 from diversed.training.regression import Labels, fit
 from diversed.training.rollouts import Draws, complete
@@ -25,6 +26,7 @@ from diversed.verification import residual_distribution, sample
 from diversed.verifiers import LearnedEnsemble, Lossless, Verifier
 
 FORWARD_TOKENS = 1 << 14  # prefix tokens per bare forward pass
+APART = 1 << 60  # beyond every seed of a rollout
 
 
 def policy(state: State, settings: TrainSettings) -> Verifier:
@@ -54,7 +56,9 @@ def collect(
         )
     prefixes = [out.prompt_ids[b] + out.token_ids[b][:t] for b, t in chosen]
     seeds = [draws.seeds[b] + 1 + t for b, t in chosen]
-    u = torch.stack([torch.rand(2, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in seeds])
+    # Not the numbers that the branches go on with: a token that decides its own successor would bias the labels.
+    apart = [torch.Generator().manual_seed(s + APART) for s in seeds]
+    u = torch.stack([torch.rand(2, generator=generator, dtype=torch.float64) for generator in apart])
     target_token, draft_token = residual_tokens(pair, prefixes, settings.temperature, u)
     answers = finish(
         pair,
@@ -106,8 +110,6 @@ def residual_tokens(
     pair: ModelPair, prefixes: list[list[int]], temperature: float, u: Tensor
 ) -> tuple[list[int], list[int]]:
     """For each prefix a token of the target's and one of the draft's residual, at uniform draws u [M, 2]."""
-    ours: list[int] = []
-    theirs: list[int] = []
     order = sorted(range(len(prefixes)), key=lambda i: len(prefixes[i]))
     found: dict[int, tuple[int, int]] = {}
     per_pass = max(1, FORWARD_TOKENS // max(map(len, prefixes)))
@@ -127,16 +129,10 @@ def residual_tokens(
             probs.append(torch.softmax(logits / temperature, -1).to(pair.target.device))
         p, q = probs
         draws = u[part].to(p.device)
-        pairs = zip(
-            sample(residual_distribution(p, q), draws[:, 0]).tolist(),
-            sample(residual_distribution(q, p), draws[:, 1]).tolist(),
-            strict=True,
-        )
-        found |= dict(zip(part, pairs, strict=True))
-    for i in range(len(prefixes)):
-        ours.append(found[i][0])
-        theirs.append(found[i][1])
-    return ours, theirs
+        ours = sample(residual_distribution(p, q), draws[:, 0]).tolist()
+        theirs = sample(residual_distribution(q, p), draws[:, 1]).tolist()
+        found |= dict(zip(part, zip(ours, theirs, strict=True), strict=True))
+    return [found[i][0] for i in range(len(prefixes))], [found[i][1] for i in range(len(prefixes))]
 
 
 def finish(
@@ -151,8 +147,6 @@ def finish(
     seeds: list[int],
 ) -> list[str]:
     """Go on from each prefix and its next token to the end; the whole answers as text, from ``starts`` on."""
-    from diversed.engine.stopping import Stopping
-
     stopping = Stopping.of(pair, stop_strings=task.stop_strings or None)
     whole = [[*prefix, token] for prefix, token in zip(prefixes, tokens, strict=True)]
     room = [task.max_new_tokens - (len(ids) - start) for ids, start in zip(whole, starts, strict=True)]

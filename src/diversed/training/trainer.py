@@ -103,7 +103,8 @@ def train(
         open_run(run.folder, config, resume=resume)
     accelerator.wait_for_everyone()
     if trackers:
-        accelerator.init_trackers("diversed", config=flat(asdict(settings)))
+        plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in asdict(settings).items()}
+        accelerator.init_trackers("diversed", config=plain)
     head = EnsembleHead(
         *pair.hidden_sizes,
         mlp_size=settings.mlp_size,
