@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from diversed.cli import app
 from diversed.cli.training import further, parse_duration, parse_layers
+from diversed.evaluation.settings import fingerprint, load_verifier
 
 TASK = """
 def rows(split):
@@ -74,6 +76,25 @@ def test_a_task_of_ones_own_from_a_python_file_and_from_json_lines(tmp_path: Pat
         "train", "--task", str(tmp_path / "rows.jsonl"), "--reward", reward, *quick, "--output-dir", str(tmp_path / "b")
     )
     assert (tmp_path / "b" / "head" / "model.safetensors").exists()
+    for run in ("a", "b"):  # eval finds task and reward again
+        invoke("eval", str(tmp_path / run), "--n", "2", "--quality", "0.5", "--batch-size", "2")
+
+
+def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    quick = ["--steps", "2", "--prompts-per-step", "6", "--validation-n", "6"]
+    invoke("train", "--task", "tally", *quick, "--output-dir", str(run))
+    ask = ["eval", str(run), "--n", "6", "--quality", "0.5", "--batch-size", "6", "--json", str(tmp_path / "rows.json")]
+    invoke(*ask)
+    before = json.loads((tmp_path / "rows.json").read_text())[-1]
+    weights = load_file(run / "head" / "model.safetensors")
+    weights["out.bias"] += 1000.0  # lossless
+    save_file(weights, run / "head" / "model.safetensors")
+    load_verifier.cache_clear()
+    fingerprint.cache_clear()
+    invoke(*ask)
+    after = json.loads((tmp_path / "rows.json").read_text())
+    assert after[-1]["position_acceptance"] == after[1]["position_acceptance"] < before["position_acceptance"]
 
 
 def test_distill_makes_a_draft_that_bench_takes(tmp_path: Path) -> None:
@@ -113,6 +134,8 @@ def test_further_settings_and_layers() -> None:
         (["train", "--temperature", "0"], "temperature=0"),
         (["train", "--budget", "soon"], "budget='soon'"),
         (["train", "--set", "rate=3"], "--set 'rate=3'"),
+        (["train", "--set", "steps=3"], "--set 'steps=3'"),  # has an option
+        (["train", "--set", "normalise=7"], "normalise=7"),
         (["train", "--task", "no.jsonl"], "no.jsonl"),
         (["train", "--reward", "no_such_file.py:f"], "no_such_file.py"),
         (["train", "--no-hidden"], "hidden=False must be true where features is false"),

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diversed import EnsembleHead, LearnedEnsemble
+from diversed import EnsembleHead, LearnedEnsemble, ModelPair
+from diversed.tasks import Example, Task
 from diversed.training import constrained, counterfactual, montecarlo
 from diversed.training.policy_gradient import StateValue, advantages, improve, loss_of, surrogate
 from diversed.training.regression import Labels
@@ -15,6 +16,7 @@ from diversed.training.rollouts import Draws, Rollouts
 from diversed.training.settings import OBJECTIVES, TrainSettings
 from diversed.training.state import State
 from diversed.training.trainer import train
+from models import character_tokenizer, table
 from training.toy import FRAGILE, SAFE, rewards, states, toy_pair, toy_settings, toy_task
 
 
@@ -187,6 +189,49 @@ def test_labels_average_to_the_known_advantage(objective: str) -> None:
             continue
         value = float((labels.mass * labels.value)[mine].sum() / labels.mass[mine].sum())
         assert value == pytest.approx(exact_advantage()[c], abs=0.03)
+
+
+def test_a_branchs_first_token_does_not_decide_the_next(tmp_path: Path) -> None:
+    """Where the reward is a coin toss after the residual's token, that token earns nothing by itself."""
+    size = 12
+    p, q = torch.full((2, size, size), 1e-9)
+    p[:, 6], p[:, 7], q[:, 8], q[:, 9] = 0.5, 0.5, 0.5, 0.5  # a or b for the target, c or d for the draft, always
+    pair = ModelPair(table(p / p.sum(1, keepdim=True)), table(q / q.sum(1, keepdim=True)), character_tokenizer(size))
+
+    def second_is_first_choice(prompts, completions, **columns):
+        return [float(text[1] in "ac") for text in completions]
+
+    task = Task("toss", "train", [Example("a", {})] * 400, second_is_first_choice, second_is_first_choice, "toss", 2)
+    settings = toy_settings("counterfactual", labels_per_rollout=1)
+    state = State.new(EnsembleHead(*pair.hidden_sizes), settings)
+    labels = counterfactual.collect(pair, task, state, settings, Draws(task.examples, list(range(400)), [0] * 400), 1.0)
+    first = labels.inputs[:, 0] == labels.inputs[0, 0]
+    assert len(labels.value) == 400
+    assert first.any()
+    assert float(labels.value.mean()) == pytest.approx(0.0, abs=0.12)
+
+
+def test_a_branch_at_the_end_of_the_context_is_judged_as_it_is() -> None:
+    pair, settings = toy_pair(), toy_settings("counterfactual")
+    for model in (pair.target, pair.draft):
+        model.config.max_position_embeddings = 9
+    task = toy_task(n=64)
+    draws = Draws(task.examples, list(range(64)), list(range(64)))
+    state = State.new(EnsembleHead(*pair.hidden_sizes), settings)
+    labels = counterfactual.collect(pair, task, state, settings, draws, 1.0)
+    assert len(labels.value) > 64
+
+
+def test_states_count_in_proportion_to_their_tv() -> None:
+    pair, settings = toy_pair(), toy_settings("counterfactual", labels_per_rollout=30)
+    task = toy_task(n=200)
+    draws = Draws(task.examples, list(range(200)), list(range(200)))
+    state = State.new(EnsembleHead(*pair.hidden_sizes), settings)
+    labels = counterfactual.collect(pair, task, state, settings, draws, 1.0)
+    style, digit = 0.8, 0.57  # TV after s, and after a or b; a rollout meets each four times
+    after_s = (labels.inputs - states(pair, state.head)["s"]).abs().amax(1) < 1e-3
+    assert float(labels.mass.sum()) / 200 == pytest.approx(4 * (style + digit), rel=1e-3)
+    assert float(labels.mass[after_s].sum() / labels.mass.sum()) == pytest.approx(style / (style + digit), abs=0.02)
 
 
 def test_rewards_see_the_whole_answer_of_a_branch() -> None:

@@ -59,5 +59,8 @@ def main() -> None:
         notes.print(f"diversed: error: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        notes.print("interrupted; what was measured so far is kept, the same command goes on from it")
+        notes.print(
+            "interrupted; what was done so far is kept: bench and eval go on by the same command, train and distill "
+            "with --resume added"
+        )
         sys.exit(130)

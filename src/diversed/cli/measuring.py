@@ -48,7 +48,7 @@ def demo(
     settings = [Setting(TARGET_ONLY, num_speculative_tokens=0), Setting(DRAFT_ONLY, num_speculative_tokens=0)]
     settings += [Setting(v) for v in ("lossless", "static:0.8", "static:0.5", "static:0.2")]
     settings += [Setting(head, quality=q) for q in (0.9, 0.5, 0.1)]
-    rows = run_sweep(
+    rows, _ = run_sweep(
         load_pair(None, None),
         task,
         Plan(tuple(settings), batch_size=50, timing_n=timing_n, seed=seed),
@@ -105,6 +105,7 @@ def bench(
         list[int] | None, typer.Option("--num-speculative-tokens", "-N", help="Repeat for several; default 3, 5, 7.")
     ] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="Repeat for several; default 1.0.")] = None,
+    reward: Annotated[str | None, typer.Option(help="Scores a task of your own rows: file.py:f or module:f.")] = None,
     n: Annotated[int, typer.Option(help="Prompts per setting.")] = 200,
     batch_size: Annotated[
         int, typer.Option(help="Prompts at a time for score and acceptance; 1: one pass serves speed too.")
@@ -133,7 +134,7 @@ def bench(
 
     for spec in verifier or []:
         if task is None and (Path(spec) / "config.json").is_file():
-            target, draft, task = of_the_run(Path(spec), target, draft, task)
+            target, draft, task, reward = of_the_run(Path(spec), target, draft, task, reward)
     task = task or "shop"
     embedded = target is None and draft is None
     default = ["lossless", "static:0.8", "static:0.5", "static:0.2"] + (
@@ -155,6 +156,7 @@ def bench(
         task,
         Plan(tuple(dict.fromkeys(settings)), batch_size, timing_n, seed),
         n=n,
+        reward=reward,
         data_dir=data_dir,
         output_dir=output_dir,
         json_file=json_file,
@@ -168,12 +170,15 @@ def evaluate(
     target: TargetOption = None,
     draft: DraftOption = None,
     task: Annotated[str | None, typer.Option(help="Another task than the head's own.")] = None,
+    reward: Annotated[str | None, typer.Option(help="Scores a task of your own rows: file.py:f or module:f.")] = None,
     split: Annotated[str, typer.Option(help="test, or validation.")] = "test",
     quality: Annotated[list[float] | None, typer.Option(help="Repeat for several dial settings.")] = None,
     verifier: Annotated[list[str] | None, typer.Option(help="Further verifiers beside the standard ones.")] = None,
     num_speculative_tokens: TokensOption = 5,
     temperature: TemperatureOption = 1.0,
-    n: Annotated[int | None, typer.Option(help="Prompts; default: 1,000, or all there are if fewer.")] = None,
+    n: Annotated[
+        int | None, typer.Option(help="The first so many prompts; default: all (the word problems: 1,000).")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts at a time.")] = 50,
     timing_n: Annotated[int, typer.Option(help="Prompts answered one at a time for wall-clock speed.")] = 0,
     output_dir: Annotated[Path | None, typer.Option(help="Default: a folder inside the run's.")] = None,
@@ -193,10 +198,10 @@ def evaluate(
     from diversed.evaluation.compare import by_setting, statements
     from diversed.evaluation.settings import TARGET_ONLY, Setting, load_verifier
     from diversed.evaluation.show import statement_table, write_json
-    from diversed.evaluation.sweep import Plan, read_measurements
+    from diversed.evaluation.sweep import Plan
     from diversed.verifiers import LearnedEnsemble
 
-    target, draft, task = of_the_run(run, target, draft, task)
+    target, draft, task, reward = of_the_run(run, target, draft, task, reward)
     head = str(run)
     baseline = Setting(TARGET_ONLY, None, 0, temperature)
     statics = [f"static:{w:g}" for w in (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1, 0.0)]
@@ -208,19 +213,20 @@ def evaluate(
             settings.append(Setting(spec, q, num_speculative_tokens, temperature))
     folder = output_dir or run / f"eval-{task}-{split}-T{temperature:g}-seed{seed}"
     plan = Plan(tuple(dict.fromkeys(settings)), batch_size, timing_n, seed)
-    rows = run_sweep(
+    rows, measurements = run_sweep(
         load_pair(target, draft, dtype, device),
         task,
         plan,
         n=n,
         split=split,
+        reward=reward,
         data_dir=data_dir,
         output_dir=folder,
         json_file=json_file,
         resume=True,
         title=f"{task}, {split} split: {run}",
     )
-    measured = by_setting(read_measurements(folder / "measurements.jsonl", None), timed=batch_size == 1)
+    measured = by_setting(measurements, timed=batch_size == 1)
     measured = {s: m for s, m in measured.items() if s in plan.settings}
     found = statements(measured, baseline, curve)
     console.print(statement_table(found, len(measured[baseline].scores)))
@@ -229,23 +235,25 @@ def evaluate(
 
 
 def of_the_run(
-    run: Path, target: str | None, draft: str | None, task: str | None
-) -> tuple[str | None, str | None, str]:
-    """Pair and task of a training run or a head, as far as they are not given; the embedded pair needs no names."""
+    run: Path, target: str | None, draft: str | None, task: str | None, reward: str | None
+) -> tuple[str | None, str | None, str, str | None]:
+    """Pair, task and reward of a training run or a head, as far as they are not given; the embedded pair needs none."""
     import json
 
     path = run / "config.json"
     if not path.is_file():
         raise ValueError(f"run={str(run)!r} has no config.json: give the folder of a training run or of a head")
     config = json.loads(path.read_text(encoding="utf-8"))
+    source = config.get("source", {})
     config = config.get("run", config)
     made = config.get("pair") or {}
     if target is None and draft is None and not str(made.get("target", "")).startswith("diversed/embedded"):
         target, draft = made.get("target"), made.get("draft")
-    task = task or config.get("task")
+    if task is None:
+        task, reward = source.get("task") or config.get("task"), reward or source.get("reward")
     if not task:
         raise ValueError("task: the head's folder does not say what it was trained on; give --task")
-    return target, draft, str(task)
+    return target, draft, str(task), reward
 
 
 def run_sweep(
@@ -260,15 +268,18 @@ def run_sweep(
     resume: bool,
     title: str,
     split: str = "test",
-) -> list[dict[str, Any]]:
-    """Measure, then print the table and write rows and picture."""
+    reward: str | None = None,
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Measure, then print the table and write rows and picture. Returns the rows and what they were made of."""
     from diversed.evaluation.show import frontier_picture, frontier_table, write_json
     from diversed.evaluation.sweep import summarise, sweep
     from diversed.tasks import load_task
 
     if plan.batch_size < 1:
         raise ValueError(f"batch_size={plan.batch_size} must be at least 1")
-    task = load_task(task_name, split=split, n=n, data_dir=data_dir, seed=plan.seed, chat=has_chat_template(pair))
+    task = load_task(
+        task_name, split=split, n=n, data_dir=data_dir, seed=plan.seed, chat=has_chat_template(pair), reward=reward
+    )
     for setting in plan.settings:
         setting.prepare(pair)  # what is wrong with a setting should show before the first measurement
     path = output_dir / "measurements.jsonl"
@@ -288,4 +299,4 @@ def run_sweep(
         console.print(f"picture: {picture}   rows: {output_dir / 'rows.json'}")
     else:
         console.print(f"rows: {output_dir / 'rows.json'} (for the picture: pip install 'diversed\\[eval]')")
-    return rows
+    return rows, measured

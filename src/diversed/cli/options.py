@@ -51,8 +51,7 @@ def load_pair(target: str | None, draft: str | None, dtype: str = "auto", device
 
     from diversed.engine import ModelPair
 
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype={dtype!r} is unknown: use auto, float32, bfloat16 or float16")
+    check_dtype(dtype)
     if (target is None) != (draft is None):
         missing, given = ("draft", target) if draft is None else ("target", draft)
         raise ValueError(
@@ -73,6 +72,12 @@ def pick_verifier(spec: str, quality: float | None) -> Any:
     if quality is None:
         return load_verifier(spec)
     return Setting(spec, quality).prepare(None)[1]["verifier"]  # type: ignore[arg-type]
+
+
+def check_dtype(dtype: str) -> str:
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype={dtype!r} is unknown: use auto, float32, bfloat16 or float16")
+    return dtype
 
 
 def has_chat_template(pair: Any) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from diversed.cli.options import (
     DtypeOption,
     JsonOption,
     TargetOption,
+    check_dtype,
     console,
     has_chat_template,
     load_pair,
@@ -118,6 +120,7 @@ def train(
         **further(more or []),
     )
     seconds = parse_duration(budget)
+    task, reward = findable(task), None if reward is None else findable(reward)
     pair = load_pair(target, draft, dtype, device or this_process_gpu())
     known: dict[str, Any] = {"data_dir": data_dir, "seed": seed, "chat": has_chat_template(pair), "reward": reward}
     train_task = load_task(task, split="train", n=train_n, **known)
@@ -139,6 +142,7 @@ def train(
             resume=resume,
             budget=seconds,
             trackers=trackers,
+            source={"task": task, "reward": reward},
             progress=show,
         )
     best = result.best
@@ -152,20 +156,28 @@ def train(
         write_json(read_rows(result.folder / "validation.jsonl"), json_file)
 
 
-def further(pairs: list[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` settings that have no option of their own."""
-    from diversed.training.settings import TrainSettings
+def findable(name: str) -> str:
+    """A file's name made whole, so that it is found from another folder as well; any other name as it is."""
+    file, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+    return str(Path(file).resolve()) + colon + function if Path(file).is_file() else name
 
-    known = {f.name for f in fields(TrainSettings)}
-    found = {}
+
+def further(pairs: list[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` for settings that have no option of their own."""
+    from diversed.training.settings import SETTING_NAMES
+
+    known = sorted(set(SETTING_NAMES) - inspect.signature(train).parameters.keys())
+    found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or name not in known:
-            raise ValueError(f"--set {pair!r}: write NAME=VALUE with a name of {', '.join(sorted(known))}")
+            raise ValueError(f"--set {pair!r}: write NAME=VALUE with a name of {', '.join(known)}")
         try:
-            found[name] = ast.literal_eval(value)
+            found[name] = ast.literal_eval({"true": "True", "false": "False"}.get(value.lower(), value))
         except (ValueError, SyntaxError):
             found[name] = value
+        if name == "qualities" and isinstance(found[name], float):
+            found[name] = (found[name],)
     return found
 
 
@@ -280,7 +292,7 @@ def distill(
         budget_seconds=parse_duration(budget),
     )
     home = device or this_process_gpu()
-    pair = load_pair(target, draft or target, dtype, home)
+    pair = load_pair(target, draft, dtype, home) if draft else load_alone(target, dtype, home)
     prompts: list[Any] = []
     held_out: list[Any] = []
     references: list[str | None] = []
@@ -324,6 +336,16 @@ def distill(
     )
     if json_file is not None:
         write_json([json.loads((output_dir / "result.json").read_text(encoding="utf-8"))], json_file)
+
+
+def load_alone(target: str, dtype: str, device: str | None) -> Any:
+    """A target as its own draft, in memory once: what a shallow student is made of."""
+    from diversed.engine import ModelPair
+    from diversed.engine.pair import load_model, load_tokenizer
+
+    kind = check_dtype(dtype)
+    model = load_model(target, "target", dtype=kind, device_map=device)
+    return ModelPair(model, model, load_tokenizer(target, "target"), target_name=target, draft_name=target)
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:

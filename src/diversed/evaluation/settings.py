@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +68,17 @@ def load_verifier(spec: str) -> Verifier:
         raise ValueError(
             f"verifier={spec!r} holds no head ({str(error).splitlines()[0]}): needs config.json and model.safetensors"
         ) from error
+
+
+@functools.cache
+def fingerprint(spec: str) -> str | None:
+    """Which head a name stands for right now: a hash of its parameters. None for verifiers without any."""
+    verifier = None if spec in (TARGET_ONLY, DRAFT_ONLY) else load_verifier(spec)
+    if not isinstance(verifier, LearnedEnsemble):
+        return None
+    state = verifier.head.state_dict()
+    content = b"".join(state[name].contiguous().numpy().tobytes() for name in sorted(state))
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def _head_folder(heads: Path, task: str, spec: str) -> Path:

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from diversed.engine import GenerationOutput, ModelPair, generate
-from diversed.evaluation.settings import TARGET_ONLY, Setting
+from diversed.evaluation.settings import TARGET_ONLY, Setting, fingerprint
 from diversed.evaluation.statistics import mean_interval, ratio_interval
 from diversed.tasks import Task, judge
 
@@ -59,6 +59,7 @@ class Measurement:
     target_calls: list[int]
     tokens: list[int]
     time: dict[str, float]  # seconds, the parts of TimeSplit
+    head: str | None = None  # which parameters a learned verifier had (fingerprint)
 
     @property
     def key(self) -> tuple[Setting, int, bool]:
@@ -86,6 +87,7 @@ def measure(
         target_calls=[c.target_calls for c in counts],
         tokens=[c.tokens for c in counts],
         time=asdict(out.stats.time),
+        head=fingerprint(setting.verifier),
     )
 
 
@@ -122,7 +124,9 @@ def sweep(
     measured again; the first line records the run's configuration, and another configuration is refused.
     """
     header = {"config": configuration(pair, task, plan)}
-    done = read_measurements(path, header) if path is not None else []
+    found = read_measurements(path, header) if path is not None else []
+    # A head that was trained on since is another head, and measured anew.
+    done = [m for m in found if m.setting not in plan.settings or m.head == fingerprint(m.setting.verifier)]
     known = {m.key for m in done}
     todo = [p for p in plan.passes(len(task.examples)) if (p[0], p[1], p[3]) not in known]
     total = len(todo) + len(done)
@@ -167,12 +171,8 @@ def append_line(path: Path, row: Row) -> None:
         ) from error
 
 
-def read_measurements(path: Path, header: Row | None = None) -> list[Measurement]:
-    """The measurements a file holds. A line cut off by a crash is dropped; with ``header``, a new file gets it and a
-    file with another one is refused."""
-    if header is None:
-        written = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
-        return [Measurement(**(row | {"setting": Setting(**row["setting"])})) for row in written]
+def read_measurements(path: Path, header: Row) -> list[Measurement]:
+    """The measurements a file holds. A line cut off by a crash is dropped; a new file gets its header."""
     if not path.exists() or not path.stat().st_size:
         append_line(path, header)
         return []

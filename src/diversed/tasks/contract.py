@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,12 +82,14 @@ def judge(
     ]
     try:
         result = function(**_wanted(function, given, title))
+        if isinstance(result, Iterator):
+            result = list(result)  # a generator raises only now
     except _MissingColumnError as error:
         raise ValueError(str(error)) from None
     except Exception as error:
         raise ValueError(
-            f"{title} raised {type(error).__name__}: {error}. Mend it and repeat the command: a run with an output "
-            "folder goes on from where it stopped"
+            f"{title} raised {type(error).__name__}: {error}. Mend it and go on: bench and eval with the same "
+            "command, train with --resume added"
         ) from error
     return _checked(result, len(examples), title)
 

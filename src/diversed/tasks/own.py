@@ -68,8 +68,16 @@ def _python_task(path: Path, split: str, n: int | None, chat: bool, reward: str 
         own_reward,
         str(getattr(module, "SCORE_NAME", getattr(score, "__name__", "score"))),
         _max_new_tokens(module, path),
-        tuple(getattr(module, "STOP_STRINGS", ())),
+        _stop_strings(module, path),
     )
+
+
+def _stop_strings(module: ModuleType, path: Path) -> tuple[str, ...]:
+    value = getattr(module, "STOP_STRINGS", ())
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) and s for s in strings):
+        raise ValueError(f"{path}: STOP_STRINGS={value!r} must be a string, or a list of strings that are not empty")
+    return tuple(strings)
 
 
 def _max_new_tokens(module: ModuleType, path: Path) -> int:

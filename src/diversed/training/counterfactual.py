@@ -10,23 +10,23 @@ the states that its own relaxed tokens lead to.
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import torch
 from torch import Tensor
 
 from diversed.engine import ModelPair, generate
-from diversed.engine.decoder import align_vocabulary
+from diversed.engine.decoder import Decoder
 from diversed.engine.stopping import Stopping
 from diversed.tasks import Task, judge
 from diversed.training.regression import Labels, fit
-from diversed.training.rollouts import Draws, complete
+from diversed.training.rollouts import Draws, complete, seed_of
 from diversed.training.settings import TrainSettings
 from diversed.training.state import State
 from diversed.verification import residual_distribution, sample
 from diversed.verifiers import LearnedEnsemble, Lossless, Verifier
 
 FORWARD_TOKENS = 1 << 14  # prefix tokens per bare forward pass
-APART = 1 << 60  # beyond every seed of a rollout
 
 
 def policy(state: State, settings: TrainSettings) -> Verifier:
@@ -41,23 +41,23 @@ def collect(
     verifier, sampling = policy(state, settings), settings.sampling
     out = complete(pair, task, draws, verifier, sampling, bonus="verifier", trace=True)
     assert out.trace is not None
-    rng = random.Random(draws.seeds[0])
     chosen: list[tuple[int, int]] = []  # (sequence, position)
+    mass: list[float] = []
     for b, trace in enumerate(out.trace):
         tv = trace.total_variation.nan_to_num(0.0).tolist()
         reachable = [t for t, x in enumerate(tv) if x > 1e-3]
         if reachable:
-            picks = rng.choices(reachable, [tv[t] for t in reachable], k=settings.labels_per_rollout)
-            chosen += [(b, t) for t in sorted(set(picks))]
+            rng, total = random.Random(draws.seeds[b]), sum(tv[t] for t in reachable)
+            picks = Counter(rng.choices(reachable, [tv[t] for t in reachable], k=settings.labels_per_rollout))
+            for t in sorted(picks):  # a state picked twice is labelled once and counts twice
+                chosen.append((b, t))
+                mass.append(picks[t] * total / settings.labels_per_rollout)
     if not chosen:
-        raise ValueError(
-            "draft: it agrees with the target on every token of a whole batch, so there is nothing to learn; "
-            "use another draft, or no head at all"
-        )
+        return Labels.none(state.head)
     prefixes = [out.prompt_ids[b] + out.token_ids[b][:t] for b, t in chosen]
-    seeds = [draws.seeds[b] + 1 + t for b, t in chosen]
+    seeds = [seed_of(draws.seeds[b], t) for b, t in chosen]
     # Not the numbers that the branches go on with: a token that decides its own successor would bias the labels.
-    apart = [torch.Generator().manual_seed(s + APART) for s in seeds]
+    apart = [torch.Generator().manual_seed(seed_of(s, "residual")) for s in seeds]
     u = torch.stack([torch.rand(2, generator=generator, dtype=torch.float64) for generator in apart])
     target_token, draft_token = residual_tokens(pair, prefixes, settings.temperature, u)
     answers = finish(
@@ -81,7 +81,7 @@ def collect(
     return Labels(
         inputs=torch.stack(rows),
         value=rewards[:m] - rewards[m:],
-        mass=torch.ones(m),
+        mass=torch.tensor(mass),
         group=torch.tensor([b for b, _ in chosen]),
     )
 
@@ -115,18 +115,13 @@ def residual_tokens(
     per_pass = max(1, FORWARD_TOKENS // max(map(len, prefixes)))
     for start in range(0, len(order), per_pass):
         part = order[start : start + per_pass]
-        width = max(len(prefixes[i]) for i in part)
-        ids = torch.tensor([prefixes[i] + [0] * (width - len(prefixes[i])) for i in part])
-        last = torch.tensor([len(prefixes[i]) - 1 for i in part])
         probs = []
         for model in (pair.target, pair.draft):
-            home = model.get_input_embeddings().weight
-            rows = ids.clamp(max=home.shape[0] - 1).to(home.device)
-            # Right-padded and causal: what follows a prefix cannot reach back into it.
-            hidden = model.base_model(input_ids=rows, use_cache=False).last_hidden_state
-            hidden = hidden[torch.arange(len(part), device=hidden.device), last.to(hidden.device)]
-            logits = align_vocabulary(model.get_output_embeddings()(hidden).float(), pair.vocab_size)
-            probs.append(torch.softmax(logits / temperature, -1).to(pair.target.device))
+            decoder = Decoder(model, len(part), pair.vocab_size)
+            decoder.prefill([prefixes[i][:-1] for i in part])
+            last = torch.tensor([[prefixes[i][-1]] for i in part], device=decoder.device)
+            logits, _ = decoder.feed(last, torch.zeros_like(last))
+            probs.append(torch.softmax(logits[:, 0] / temperature, -1).to(pair.target.device))
         p, q = probs
         draws = u[part].to(p.device)
         ours = sample(residual_distribution(p, q), draws[:, 0]).tolist()
@@ -149,7 +144,11 @@ def finish(
     """Go on from each prefix and its next token to the end; the whole answers as text, from ``starts`` on."""
     stopping = Stopping.of(pair, stop_strings=task.stop_strings or None)
     whole = [[*prefix, token] for prefix, token in zip(prefixes, tokens, strict=True)]
-    room = [task.max_new_tokens - (len(ids) - start) for ids, start in zip(whole, starts, strict=True)]
+    context = pair.context or 1 << 62
+    room = [
+        min(task.max_new_tokens - (len(ids) - start), context - len(ids))
+        for ids, start in zip(whole, starts, strict=True)
+    ]
     going = [
         i for i, ids in enumerate(whole) if room[i] > 0 and stopping.cut(ids[:-1], starts[i], [ids[-1]])[1] is None
     ]

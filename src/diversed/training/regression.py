@@ -12,6 +12,7 @@ so that turning the dial, which adds to the log-odds, moves the price: one regre
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
@@ -44,13 +45,18 @@ class Labels:
         return cls(**load_file(path))
 
     @classmethod
-    def join(cls, parts: list[Labels]) -> Labels:
+    def none(cls, head: EnsembleHead) -> Self:
+        empty = torch.zeros(0)
+        return cls(torch.zeros(0, head.mean.numel()), empty, empty, torch.zeros(0, dtype=torch.long))
+
+    @classmethod
+    def join(cls, parts: Sequence[Labels]) -> Labels:
         """All labels; groups of different parts stay apart."""
         offset = 0
         groups = []
         for part in parts:
             groups.append(part.group + offset)
-            offset += int(part.group.max()) + 1
+            offset += int(part.group.max()) + 1 if len(part.group) else 0
         rest = {f.name: torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls) if f.name != "group"}
         return cls(group=torch.cat(groups), **rest)
 
@@ -165,6 +171,11 @@ def fit(head: EnsembleHead, labels: Labels, settings: TrainSettings) -> dict[str
     Without a price in the settings it lies half a deviation above the mean of the predicted d: the middle of the dial.
     Which point of the dial is worth keeping is for validation to say.
     """
+    if not len(labels.value):
+        raise ValueError(
+            "draft: it agrees with the target on every token of every rollout so far, so there is nothing to learn; "
+            "use another draft, or no head at all"
+        )
     head.fit_normalisation(labels.inputs)
     x = (labels.inputs - head.mean) / head.scale
     with torch.no_grad():

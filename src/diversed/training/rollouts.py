@@ -10,6 +10,7 @@ so a rollout keeps, for every token, the head's input, p(y), q(y) and TV(p, q). 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -79,6 +80,12 @@ def log_nu(weight: Tensor, target_prob: Tensor, draft_prob: Tensor) -> Tensor:
     return blend.clamp_min(torch.finfo(blend.dtype).tiny).log()
 
 
+def seed_of(*names: object) -> int:
+    """A seed for a draw from what names it. torch's generator on the CPU looks at 32 bits of a seed only, so seeds that
+    differ further up are the same; hashed ones differ throughout."""
+    return int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:4])
+
+
 @dataclass
 class Draws:
     """What one step samples: an example, a generator's seed and the number of its prompt for each sequence."""
@@ -89,8 +96,8 @@ class Draws:
 
     def share(self, rank: int, of: int) -> Draws:
         """The part of one of several processes, in consecutive runs, so that joining restores the order."""
-        per = -(-len(self.seeds) // of)
-        part = slice(rank * per, (rank + 1) * per)
+        n = len(self.seeds)
+        part = slice(rank * n // of, (rank + 1) * n // of)
         return Draws(self.examples[part], self.seeds[part], self.numbers[part])
 
 

@@ -80,7 +80,7 @@ def read_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [json.loads(line) for line in whole.split("\n") if line]
 
 
 def keep_rows_before(path: Path, step: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from diversed.training.rollouts import Sampling
 
@@ -68,37 +69,41 @@ class TrainSettings:
     patience: int = 0  # validations without a better head before the run ends; 0: never
 
     def __post_init__(self) -> None:
-        def require(ok: bool, name: str, rule: str) -> None:
-            if not ok:
+        def number(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
+            plain = isinstance(value, int | float) and not isinstance(value, bool)
+            return plain and math.isfinite(value) and low <= value <= high  # type: ignore[arg-type, operator]
+
+        def require(name: str, ok: Callable[[Any], bool], rule: str) -> None:
+            if not ok(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
 
-        require(self.objective in OBJECTIVES, "objective", f"one of {', '.join(OBJECTIVES)}")
-        require(self.baseline in BASELINES, "baseline", f"one of {', '.join(BASELINES)}")
+        require("objective", lambda x: x in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}")
+        require("baseline", lambda x: x in BASELINES, f"one of {', '.join(BASELINES)}")
         counts = ("steps", "prompts_per_step", "samples_per_prompt", "num_speculative_tokens", "batch_size")
         for name in (*counts, "labels_per_rollout", "fit_every", "epochs", "minibatches", "validate_every"):
-            require(
-                isinstance(getattr(self, name), int) and getattr(self, name) >= 1, name, "a whole number, 1 or more"
-            )
+            require(name, lambda x: isinstance(x, int) and number(x, 1), "a whole number, 1 or more")
         for name in ("mlp_size", "validation_n", "patience"):
-            require(
-                isinstance(getattr(self, name), int) and getattr(self, name) >= 0, name, "a whole number, 0 or more"
-            )
+            require(name, lambda x: isinstance(x, int) and number(x, 0), "a whole number, 0 or more")
         for name in ("temperature", "tau", "clip", "learning_rate", "max_grad_norm"):
-            number = getattr(self, name)
-            require(isinstance(number, int | float) and 0 < number < math.inf, name, "a number above 0")
+            require(name, lambda x: number(x) and x > 0, "a number above 0")
         for name in ("tolerance", "weight_decay", "dual_rate"):
-            number = getattr(self, name)
-            require(isinstance(number, int | float) and 0 <= number < math.inf, name, "a number, 0 or above")
+            require(name, lambda x: number(x, 0), "a number, 0 or above")
         for name in ("warm_share", "warmup_share"):
-            require(0 <= getattr(self, name) <= 1, name, "between 0 and 1")
-        require(0 < self.initial_weight < 1, "initial_weight", "strictly between 0 and 1")
-        require(self.price is None or math.isfinite(self.price), "price", "a number, or none to find it")
+            require(name, lambda x: number(x, 0, 1), "between 0 and 1")
+        for name in ("features", "hidden", "normalise"):
+            require(name, lambda x: isinstance(x, bool), "true or false")
+        require("initial_weight", lambda x: number(x, 0, 1) and 0 < x < 1, "strictly between 0 and 1")
+        require("price", lambda x: x is None or number(x), "a number, or none to find it")
         require(
-            bool(self.qualities) and all(0 < q < 1 for q in self.qualities), "qualities", "strictly between 0 and 1"
+            "qualities",
+            lambda x: isinstance(x, tuple) and bool(x) and all(number(q) and 0 < q < 1 for q in x),
+            "one or more numbers strictly between 0 and 1",
         )
-        require(self.features or self.hidden, "hidden", "true where features is false, or the head sees nothing")
-        if self.baseline == "prompt" and self.samples_per_prompt < 2:
-            raise ValueError("baseline='prompt' needs samples_per_prompt of at least 2, or there is nothing to compare")
+        require("hidden", lambda x: x or self.features, "true where features is false, or the head sees nothing")
+        if self.objective == "constrained":
+            require("price", lambda x: x is None or x > 0, "above 0: the constrained objective starts from it")
+        if self.baseline == "prompt":
+            require("samples_per_prompt", lambda x: x > 1, "2 or more for baseline='prompt': it compares answers")
 
     @property
     def sampling(self) -> Sampling:

@@ -56,7 +56,7 @@ class State:
 
     def save(self, folder: Path) -> None:
         """Write ``folder`` anew; at every moment either the old or the new checkpoint is whole."""
-        fresh, old = folder.with_suffix(".new"), folder.with_suffix(".old")
+        fresh = folder.with_suffix(".new")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         save_file(self.head.state_dict(), fresh / "head.safetensors")
@@ -65,11 +65,7 @@ class State:
                    fresh / "optimiser.pt")  # fmt: skip
         plain = {name: getattr(self, name) for name in PLAIN}
         (fresh / "state.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(fresh, folder)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(fresh, folder)
 
     def load(self, folder: Path) -> None:
         """Take over a checkpoint; the one before it where a crash fell between two renames."""
@@ -82,6 +78,16 @@ class State:
         self.value = StateValue(Sums(**tensors["value"]))
         for name, value in json.loads((folder / "state.json").read_text(encoding="utf-8")).items():
             setattr(self, name, value)
+
+
+def replace_folder(fresh: Path, folder: Path) -> None:
+    """Put ``fresh`` in the place of ``folder``. A crash in between leaves the old one whole under ``.old``."""
+    old = folder.with_suffix(".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(fresh, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diversed.engine import ModelPair
-from diversed.tasks import Task, judge
+from diversed.tasks import Example, Task, judge
 from diversed.training import constrained, counterfactual, montecarlo, reinforce
 from diversed.training.regression import Labels
-from diversed.training.rollouts import Draws, Rollouts, complete
+from diversed.training.rollouts import Draws, Rollouts, complete, seed_of
 from diversed.training.run_folder import (
     Row,
     append_row,
@@ -29,7 +31,7 @@ from diversed.training.run_folder import (
     write_text,
 )
 from diversed.training.settings import TrainSettings
-from diversed.training.state import State, has_checkpoint
+from diversed.training.state import State, has_checkpoint, replace_folder
 from diversed.verifiers import EnsembleHead, LearnedEnsemble, Lossless, Verifier
 from diversed.verifiers.ensemble import log_odds
 
@@ -79,6 +81,7 @@ def train(
     resume: bool = False,
     budget: float | None = None,
     trackers: str | None = None,
+    source: Mapping[str, str | None] | None = None,
     progress: Progress = lambda step, row: None,
 ) -> Result:
     """Train a head for a pair on a task.
@@ -87,8 +90,10 @@ def train(
         train_task, validation_task: the same task on two splits; heads are chosen on the second.
         folder: the run's folder (run_folder.py).
         resume: go on with the run in ``folder``; its numbers are those of an uninterrupted run.
-        budget: seconds of this call after which to stop, everything included, with the best head so far.
+        budget: seconds of this call after which to stop, everything included, with the best head so far. One step and
+            one validation are taken in any case.
         trackers: of accelerate: tensorboard, trackio, wandb, ...
+        source: where the task can be found again (``task``, ``reward``, as the command line has them); for ``eval``.
         progress: called after every step with its number and metrics.
 
     Raises:
@@ -98,7 +103,12 @@ def train(
         log_with=trackers, project_dir=str(folder) if trackers else None, cpu=pair.target.device.type == "cpu"
     )
     run = Run(pair, train_task, validation_task, settings, Path(folder), accelerator)
-    config = {"run": describe(run), "versions": versions()}
+    if accelerator.num_processes > settings.prompts_per_step * settings.samples_per_prompt:
+        raise ValueError(
+            f"prompts_per_step={settings.prompts_per_step} leaves some of the {accelerator.num_processes} processes "
+            "without work: give at least one sequence to each"
+        )
+    config = {"run": describe(run), "source": dict(source or {}), "versions": versions()}
     if accelerator.is_main_process:
         open_run(run.folder, config, resume=resume)
     accelerator.wait_for_everyone()
@@ -117,6 +127,11 @@ def train(
     state = State.new(head, settings)
     checkpoint = run.folder / "checkpoint"
     run.target = target_alone(run)
+    if settings.objective in ON_POLICY and settings.price is None and run.target["reward"] == 0:
+        raise ValueError(
+            "reward: the target earns 0 on every validation prompt, so there is nothing to keep and no scale for a "
+            "price; check the reward and the task, or give price="
+        )
     if resume and has_checkpoint(checkpoint):
         state.load(checkpoint)
     else:
@@ -128,9 +143,12 @@ def train(
     batches = load_batches(run, state.step)
     stopped = "steps"
     slowest = 0.0
+    checking = len(set(settings.qualities)) * run.target["seconds"]  # what a validation takes, as far as is known
     while state.step < settings.steps:
-        used = time.perf_counter() - run.started
-        if budget is not None and agreed(run, used + 1.2 * slowest > budget):
+        # The next step, and the validation that may follow it or must still come.
+        due = not state.best or (state.step + 1) % settings.validate_every == 0 or state.step + 1 == settings.steps
+        needed = time.perf_counter() - run.started + 1.2 * (slowest + checking * due)
+        if budget is not None and state.step and agreed(run, needed > budget):
             stopped = "budget"
             break
         if state.early_stop:
@@ -138,6 +156,7 @@ def train(
             break
         began = time.perf_counter()
         row = one_step(run, state, batches)
+        slowest = max(slowest, time.perf_counter() - began)
         if state.step % settings.validate_every == 0 or state.step == settings.steps:
             validate(run, state)
         state.seconds = earlier + time.perf_counter() - run.started
@@ -147,7 +166,6 @@ def train(
         if trackers:
             accelerator.log({k: v for k, v in row.items() if isinstance(v, float)}, step=state.step)
         progress(state.step, row | {"best": state.best})
-        slowest = max(slowest, time.perf_counter() - began)
     if not state.best and state.step:  # the budget ended before the first validation
         validate(run, state)
     if accelerator.is_main_process and state.step:
@@ -155,8 +173,6 @@ def train(
         draw_curves(run.folder, f"{train_task.name}, {settings.objective}, seed {settings.seed}")
     if trackers:
         accelerator.end_training()
-    if not state.best:
-        raise ValueError(f"budget={budget} s ended before the first step was done: give it more time")
     best_head = LearnedEnsemble.from_pretrained(run.folder / "head").head
     return Result(best_head, state.best, state.step, stopped, run.folder)
 
@@ -174,10 +190,17 @@ def describe(run: Run) -> Row:
         "pair": run.pair.describe(),
         "dtype": str(run.pair.target.dtype).removeprefix("torch."),
         "task": run.train.name,
-        "train_n": len(run.train.examples),
+        "train": digest(run.train.examples),
+        "validation": digest(run.validation.examples),
         "max_new_tokens": run.train.max_new_tokens,
         **flat(asdict(run.settings)),
     }
+
+
+def digest(examples: Sequence[Example]) -> str:
+    """How many prompts there are, and which."""
+    text = json.dumps([e.prompt if isinstance(e.prompt, str) else list(e.prompt) for e in examples], default=str)
+    return f"{len(examples)} prompts, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def flat(record: Row) -> Row:
@@ -235,8 +258,7 @@ def draws(run: Run, step: int) -> Draws:
         at = int(torch.randperm(len(pool), generator=generator)[place])
         examples += [pool[at]] * copies
         numbers += [i] * copies
-    first = ((settings.seed * 1_000_003 + step + 1) * 1_000_003) % (1 << 40) * 4096
-    return Draws(examples, [first + 4096 * i for i in range(len(examples))], numbers)
+    return Draws(examples, [seed_of(settings.seed, step, i) for i in range(len(examples))], numbers)
 
 
 def gathered(run: Run, batch: Rollouts | Labels) -> list[Any]:
@@ -275,7 +297,7 @@ def load_batches(run: Run, step: int) -> list[Rollouts | Labels]:
 def normalise(run: Run, head: EnsembleHead) -> None:
     """Standardise the head's inputs by those of a few lossless rollouts."""
     pool = run.train.examples[:NORMALISE_ON]
-    seeds = [run.settings.seed * 7919 + i for i in range(len(pool))]
+    seeds = [seed_of(run.settings.seed, "normalise", i) for i in range(len(pool))]
     out = complete(run.pair, run.train, Draws(pool, seeds, seeds), Lossless(), run.settings.sampling, bonus="verifier",
                    trace=True)  # fmt: skip
     assert out.trace is not None
@@ -320,7 +342,9 @@ def target_alone(run: Run) -> Row:
     if path.exists():
         found: Row = json.loads(path.read_text(encoding="utf-8"))
         return found
+    began = time.perf_counter()
     row = measured(run, Lossless())
+    row["seconds"] = time.perf_counter() - began
     if run.accelerator.is_main_process:
         write_text(path, json.dumps(row) + "\n")
     return row
@@ -384,6 +408,7 @@ def save_head(run: Run, state: State, rows: list[Row]) -> None:
     done.load_state_dict(state.head.state_dict())
     with torch.no_grad():
         done.out.bias.add_(chosen)
-    folder = run.folder / "head"
-    (folder / "README.md").unlink(missing_ok=True)  # the mixin keeps an old card, which would contradict the new config
-    done.save_pretrained(folder)
+    fresh = run.folder / "head.new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    done.save_pretrained(fresh)
+    replace_folder(fresh, run.folder / "head")

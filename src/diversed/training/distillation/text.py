@@ -164,7 +164,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         path.write_text(whole, encoding="utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [json.loads(line) for line in whole.split("\n") if line]
 
 
 @functools.lru_cache(maxsize=2)
