@@ -42,7 +42,7 @@ def test_train_then_eval_then_bench(tmp_path: Path) -> None:
     assert "diversed eval" in said
     assert {r["quality"] for r in json.loads((tmp_path / "v.json").read_text())} == {0.9, 0.7, 0.5, 0.3, 0.1}
     card = (run / "head" / "README.md").read_text()
-    assert "counterfactual" in card
+    assert "montecarlo" in card
 
     said = invoke("eval", str(run), "--n", "6", "--quality", "0.5", "--verifier", "entropy:0.7", "--batch-size", "6")
     assert "over static" in said

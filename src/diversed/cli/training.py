@@ -40,10 +40,10 @@ def train(
     objective: Annotated[
         str,
         typer.Option(
-            help="counterfactual (finish rejected tokens both ways; clear-cut rewards), montecarlo (every token of "
-            "whole rollouts; graded rewards), reinforce++ (the paper's), constrained (reward floor, dual ascent)."
+            help="montecarlo (every token of a rollout is a label), counterfactual (finish rejected tokens both ways), "
+            "reinforce++ (the paper's; at one --price), constrained (a floor under the reward)."
         ),
-    ] = "counterfactual",
+    ] = "montecarlo",
     output_dir: Annotated[Path, typer.Option(help="The run's folder: head, checkpoints, curves, log.")] = Path(
         "runs/train"
     ),

@@ -87,22 +87,8 @@ def collect(
 
 
 def learn(state: State, batches: list[Labels], settings: TrainSettings, target_reward: float) -> dict[str, float]:
-    """Refit the head on all labels so far, where it is about to be used or looked at."""
-    step = state.step + 1
-    if not fit_now(step, settings):
-        return {}
+    """Refit the head on all labels so far."""
     return fit(state.head, Labels.join(batches), settings)
-
-
-def fit_now(step: int, settings: TrainSettings) -> bool:
-    """Whether the head is refitted after ``step`` steps: also in the first few, which cost next to nothing, so that a
-    run cut short has something to show."""
-    return (
-        step <= settings.fit_every
-        or step % settings.fit_every == 0
-        or step % settings.validate_every == 0
-        or step == settings.steps
-    )
 
 
 @torch.inference_mode()

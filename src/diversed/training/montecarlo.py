@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diversed.engine import ModelPair
 from diversed.tasks import Task
-from diversed.training.counterfactual import fit_now, policy
+from diversed.training.counterfactual import policy
 from diversed.training.regression import FOLDS, Labels, Sums, fit, predict_ridge
 from diversed.training.rollouts import Draws, Rollouts, roll_out
 from diversed.training.settings import TrainSettings
@@ -55,8 +55,6 @@ def collect(
 
 def learn(state: State, batches: list[Rollouts], settings: TrainSettings, target_reward: float) -> dict[str, float]:
     """Refit the head on every token so far."""
-    if not fit_now(state.step + 1, settings):
-        return {}
     return fit(state.head, labels_of(Rollouts.join(batches)), settings)
 
 

@@ -23,7 +23,7 @@ class TrainSettings:
     judgement is worth more than that and 0 elsewhere (docs/method.md).
     """
 
-    objective: ObjectiveName = "counterfactual"
+    objective: ObjectiveName = "montecarlo"
     seed: int = 0
 
     # rollouts
@@ -48,7 +48,7 @@ class TrainSettings:
     labels_per_rollout: int = 6
     tau: float = 0.2  # softness of the weight, in deviations of the predicted advantage
     warm_share: float = 0.5  # of the steps, rolled out by the lossless verifier before the head takes over
-    fit_every: int = 5
+    fit_every: int = 10
 
     # reinforce++ and constrained
     baseline: Baseline = "state"

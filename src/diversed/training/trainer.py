@@ -41,7 +41,7 @@ OBJECTIVES: dict[str, Any] = {
     "reinforce++": reinforce,
     "constrained": constrained,
 }
-ON_POLICY = ("reinforce++", "constrained")  # need the newest batch only
+ON_POLICY = ("reinforce++", "constrained")  # learn at every step, from the newest batch; the others regress on all
 NORMALISE_ON = 64  # prompts whose lossless rollouts fix the head's input normalisation
 Progress = Callable[[int, Row], None]
 
@@ -146,8 +146,8 @@ def train(
     checking = len(set(settings.qualities)) * run.target["seconds"]  # what a validation takes, as far as is known
     while state.step < settings.steps:
         # The next step, and the validation that may follow it or must still come.
-        due = not state.best or (state.step + 1) % settings.validate_every == 0 or state.step + 1 == settings.steps
-        needed = time.perf_counter() - run.started + 1.2 * (slowest + checking * due)
+        check = not state.best or due(settings, state.step + 1)
+        needed = time.perf_counter() - run.started + 1.2 * (slowest + checking * check)
         if budget is not None and state.step and agreed(run, needed > budget):
             stopped = "budget"
             break
@@ -157,7 +157,7 @@ def train(
         began = time.perf_counter()
         row = one_step(run, state, batches)
         slowest = max(slowest, time.perf_counter() - began)
-        if state.step % settings.validate_every == 0 or state.step == settings.steps:
+        if due(settings, state.step):
             validate(run, state)
         state.seconds = earlier + time.perf_counter() - run.started
         if accelerator.is_main_process:
@@ -166,7 +166,9 @@ def train(
         if trackers:
             accelerator.log({k: v for k, v in row.items() if isinstance(v, float)}, step=state.step)
         progress(state.step, row | {"best": state.best})
-    if not state.best and state.step:  # the budget ended before the first validation
+    if not state.best:  # the budget ended before the first validation
+        if settings.objective not in ON_POLICY:
+            OBJECTIVES[settings.objective].learn(state, batches, settings, run.target["reward"])
         validate(run, state)
     if accelerator.is_main_process and state.step:
         state.save(checkpoint)
@@ -175,6 +177,11 @@ def train(
         accelerator.end_training()
     best_head = LearnedEnsemble.from_pretrained(run.folder / "head").head
     return Result(best_head, state.best, state.step, stopped, run.folder)
+
+
+def due(settings: TrainSettings, step: int) -> bool:
+    """Whether a validation follows that many steps."""
+    return step % settings.validate_every == 0 or step == settings.steps
 
 
 def agreed(run: Run, decision: bool) -> bool:
@@ -226,7 +233,10 @@ def one_step(run: Run, state: State, batches: list[Rollouts | Labels]) -> Row:
     if settings.objective in ON_POLICY:
         batches.clear()
     batches.append(batch)
-    figures: Row = objective.learn(state, batches, settings, run.target["reward"])
+    figures: Row = {}
+    step = state.step + 1
+    if settings.objective in ON_POLICY or step % settings.fit_every == 0 or due(settings, step):
+        figures = objective.learn(state, batches, settings, run.target["reward"])
     if settings.objective in ON_POLICY:
         state.schedule.step()
         if run.accelerator.is_main_process:
