@@ -297,15 +297,22 @@ def distill(
     held_out: list[Any] = []
     references: list[str | None] = []
     longest = 0
+    stops: dict[tuple[str, ...], str] = {}
     for name in task or ["shop"]:
         known: dict[str, Any] = {"data_dir": data_dir, "seed": seed, "chat": has_chat_template(pair)}
         chosen = load_task(name, split="train", n=train_n, **known)
         prompts += [e.prompt for e in chosen.examples]
         references += [reference_of(e) for e in chosen.examples]
         longest = max(longest, chosen.max_new_tokens)
+        stops.setdefault(chosen.stop_strings, name)
         if held_out_n:
             held = load_task(name, split="validation", **known).examples
             held_out += [e.prompt for e in held[:held_out_n]]
+    if len(stops) > 1:
+        raise ValueError(
+            f"task: the answers of {' and '.join(stops.values())} end at different stop strings; distil on one after "
+            "the other, the second time with --draft"
+        )
     with step_bar() as bar:
         job = bar.add_task("distilling", total=steps, figures="")
 
@@ -318,7 +325,7 @@ def distill(
             None if draft is None else pair.draft,
             pair.tokenizer,
             prompts,
-            replace(settings, max_new_tokens=longest),
+            replace(settings, max_new_tokens=longest, stop_strings=next(iter(stops))),
             output_dir,
             given=references if text != "target" else None,
             held_out_prompts=held_out,

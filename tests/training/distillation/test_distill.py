@@ -339,6 +339,16 @@ def test_a_fresh_process_goes_on_to_the_same_numbers(tmp_path: Path):
         assert torch.equal(a, b)
 
 
+def test_sampled_text_ends_at_a_stop_string(tmp_path: Path):
+    settings = dataclasses.replace(QUICK, steps=1, max_new_tokens=40, stop_strings=("a", "e", "i", "o", "u"))
+    result = run(tmp_path, settings)
+    tokenizer = AutoTokenizer.from_pretrained(result.folder)
+    rows = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().split("\n") if line]
+    texts = [tokenizer.decode(row["tokens"], skip_special_tokens=True) for row in rows]
+    assert any(set(text[-1:]) & set("aeiou") for text in texts)
+    assert not any(set(text[:-1]) & set("aeiou") for text in texts)
+
+
 def test_ctrl_c_saves_a_checkpoint(tmp_path: Path):
     def press(step: int, total: int, row: dict[str, Any]) -> None:
         if row["phase"] == "held-out" and step == 3:

@@ -113,6 +113,7 @@ def distill(
                 samples_per_prompt=copies,
                 max_new_tokens=settings.max_new_tokens,
                 temperature=settings.temperature,
+                stop_strings=settings.stop_strings,
                 batch_size=settings.sampling_batch or (256 if run.device.type == "cuda" else 8),
                 seed=seed,
                 until=None if run.budget is None else until(share, run.budget),

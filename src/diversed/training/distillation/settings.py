@@ -18,6 +18,7 @@ class DistillSettings:
     text: Literal["target", "given", "mixed"] = "target"
     samples_per_prompt: int = 1
     max_new_tokens: int = 128
+    stop_strings: tuple[str, ...] = ()  #: end a sampled text, as they will end answers in use
     temperature: float = 1.0  #: of the sampled text; the divergences are those at temperature 1
     max_prompt_tokens: int = 512  #: longer prompts are left out
     prompt_weight: float = 0.3  #: of a prompt's position in the loss; a completion's has 1

@@ -98,6 +98,7 @@ def sampled_sequences(
     temperature: float,
     batch_size: int,
     seed: int,
+    stop_strings: Sequence[str] = (),
     until: float | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Lesson]:
@@ -139,6 +140,7 @@ def sampled_sequences(
                 num_speculative_tokens=0,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
+                stop_strings=list(stop_strings) or None,
                 seed=[seed + 1 + j for j in batch],
                 callback=collect,
             )
