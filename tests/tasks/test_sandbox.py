@@ -431,7 +431,7 @@ def test_the_sandbox_can_be_used_from_a_thread():
 
 # --- reference solutions ----------------------------------------------------------------------------------------------
 
-DATA = Path(os.environ.get("DIVERSED_DATA", "../shared/data"))
+DATA = Path(os.environ.get("DIVERSED_DATA", "no-data"))
 
 
 def stored(name: str) -> list[dict]:
