@@ -125,8 +125,7 @@ def train(
     known: dict[str, Any] = {"data_dir": data_dir, "seed": seed, "chat": has_chat_template(pair), "reward": reward}
     train_task = load_task(task, split="train", n=train_n, **known)
     validation = load_task(task, split="validation", **known)
-    if validation_n < len(validation.examples):
-        validation = load_task(task, split="validation", n=validation_n, **known)
+    validation = replace(validation, examples=validation.examples[:validation_n])
     with step_bar() as bar:
         job = bar.add_task("training", total=steps, figures="")
 

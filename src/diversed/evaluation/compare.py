@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diversed.evaluation.settings import Setting
-from diversed.evaluation.statistics import Interval, ratio_interval
+from diversed.evaluation.statistics import Interval, normal_interval, ratio_interval
 from diversed.evaluation.statistics import mean_interval as interval_of_mean
 from diversed.evaluation.sweep import Measurement
 
@@ -46,10 +46,7 @@ def by_setting(measurements: Sequence[Measurement], *, timed: bool) -> dict[Sett
 
 def paired_difference(ours: Scores, theirs: Scores) -> tuple[float, Interval]:
     """Mean of the differences prompt by prompt and its normal 95 % interval."""
-    difference = ours - theirs
-    mean = float(difference.mean())
-    half = 1.959964 * float(difference.std(ddof=1)) / len(difference) ** 0.5 if len(difference) > 1 else float("inf")
-    return mean, (mean - half, mean + half)
+    return normal_interval(ours - theirs)
 
 
 def at_acceptance(curve: Sequence[Measured], acceptance: float) -> Scores | None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 Z = 1.959964  # the 97.5 % quantile of the normal distribution
 
@@ -20,7 +21,14 @@ def mean_interval(values: Sequence[float]) -> tuple[float, Interval]:
         centre = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
         half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
         return mean, (max(0.0, centre - half), min(1.0, centre + half))
-    half = Z * float(x.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    return normal_interval(x)
+
+
+def normal_interval(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, Interval]:
+    """Mean and the interval of a normal approximation."""
+    x = np.asarray(values, dtype=float)
+    mean = float(x.mean())
+    half = Z * float(x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else math.inf
     return mean, (mean - half, mean + half)
 
 

@@ -16,7 +16,7 @@ import transformers
 from diversed.engine import GenerationOutput, ModelPair, generate
 from diversed.evaluation.settings import TARGET_ONLY, Setting, fingerprint
 from diversed.evaluation.statistics import mean_interval, ratio_interval
-from diversed.tasks import Task, judge
+from diversed.tasks import Task, judge, request
 
 Row = dict[str, Any]
 
@@ -95,19 +95,10 @@ def answer(
     pair: ModelPair, task: Task, setting: Setting, start: int, end: int, *, seed: int, trace: bool = False
 ) -> GenerationOutput:
     """Generate for prompts start..end of a task. Prompt i draws from seed + i under every setting."""
-    prompts = [e.prompt for e in task.examples[start:end]]
-    asked: dict[str, Any] = {"prompts" if isinstance(prompts[0], str) else "messages": prompts}
+    asked = request(task, task.examples[start:end])
     models, arguments = setting.prepare(pair)
     seeds = [seed + i for i in range(start, end)]
-    return generate(
-        models,
-        **asked,
-        **arguments,
-        max_new_tokens=task.max_new_tokens,
-        stop_strings=list(task.stop_strings) or None,
-        seed=seeds,
-        trace=trace,
-    )
+    return generate(models, **asked, **arguments, seed=seeds, trace=trace)
 
 
 def sweep(

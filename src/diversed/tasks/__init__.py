@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from diversed.tasks import code, maths, own, summaries, translation, word_problems
-from diversed.tasks.contract import SPLITS, Example, RewardFunction, Task, judge
+from diversed.tasks.contract import SPLITS, Example, RewardFunction, Task, judge, request
 from diversed.tasks.own import load_function
 
-__all__ = ["SPLITS", "TASKS", "Example", "RewardFunction", "Task", "judge", "load_function", "load_task"]
+__all__ = ["SPLITS", "TASKS", "Example", "RewardFunction", "Task", "judge", "load_function", "load_task", "request"]
 
 _LOADERS: dict[str, Callable[..., Task]] = {
     "shop": word_problems.load,

@@ -34,6 +34,16 @@ class Task:
     stop_strings: tuple[str, ...] = ()
 
 
+def request(task: Task, examples: Sequence[Example]) -> dict[str, Any]:
+    """The arguments of ``generate`` that answer these examples: prompts or chats, and where an answer ends."""
+    prompts = [e.prompt for e in examples]
+    return {
+        "prompts" if isinstance(prompts[0], str) else "messages": prompts,
+        "max_new_tokens": task.max_new_tokens,
+        "stop_strings": list(task.stop_strings) or None,
+    }
+
+
 def text_of(completion: Any, stop_strings: Sequence[str] = ()) -> str:
     """The text of a completion in either form of TRL's contract: a string, or a list of messages (the last counts).
 

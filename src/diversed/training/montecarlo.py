@@ -19,7 +19,7 @@ from diversed.engine import ModelPair
 from diversed.tasks import Task
 from diversed.training.counterfactual import policy
 from diversed.training.regression import FOLDS, Labels, Sums, fit, predict_ridge
-from diversed.training.rollouts import Draws, Rollouts, roll_out
+from diversed.training.rollouts import Draws, Rollouts, others_mean, roll_out
 from diversed.training.settings import TrainSettings
 from diversed.training.state import State
 from diversed.verifiers import LearnedEnsemble
@@ -100,12 +100,3 @@ def expected_reward(rollouts: Rollouts) -> Tensor:
         elif len(rows):
             result[rows] = predict_ridge(x[rows].double(), others.solve(VALUE_DECAY))
     return result.float() + baseline[rollouts.sequence]
-
-
-def others_mean(reward: Tensor, prompt: Tensor) -> Tensor:
-    """The mean reward of the other answers to the same prompt; 0 where there is none. [S]"""
-    _, which = torch.unique(prompt, return_inverse=True)
-    count = torch.bincount(which).float()
-    total = torch.zeros(len(count)).index_add_(0, which, reward)
-    others = count[which] - 1
-    return torch.where(others > 0, (total[which] - reward) / others.clamp_min(1), 0.0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diversed.training.regression import Sums, predict_ridge
-from diversed.training.rollouts import Rollouts, log_nu
+from diversed.training.rollouts import Rollouts, log_nu, others_mean
 from diversed.training.settings import TrainSettings
 from diversed.verifiers import EnsembleHead
 
@@ -78,9 +78,7 @@ def advantages(rollouts: Rollouts, settings: TrainSettings, value: StateValue, s
     """
     reward, count = rollouts.reward, len(rollouts.reward)
     if settings.baseline == "prompt":
-        same = (rollouts.prompt.unsqueeze(0) == rollouts.prompt.unsqueeze(1)).float()
-        others = same - torch.eye(count)
-        baseline = others @ reward / others.sum(1).clamp_min(1)
+        baseline = others_mean(reward, rollouts.prompt)
     else:
         baseline = (reward.sum() - reward) / max(count - 1, 1)
     result = (reward - baseline)[rollouts.sequence]

@@ -14,13 +14,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from diversed.training.rollouts import OnDisk
 from diversed.training.settings import TrainSettings
 from diversed.verifiers import EnsembleHead
 
@@ -29,20 +28,13 @@ FOLDS = 5
 
 
 @dataclass
-class Labels:
+class Labels(OnDisk):
     """M labelled states."""
 
     inputs: Tensor  #: head inputs, [M, size]
     value: Tensor  #: an unbiased, noisy d(s), [M]
     mass: Tensor  #: how much a label counts: states matter in proportion to their TV, [M]
     group: Tensor  #: labels of one rollout share noise and are held out together, [M]
-
-    def save(self, path: Path) -> None:
-        save_file({f.name: getattr(self, f.name).contiguous() for f in fields(self)}, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        return cls(**load_file(path))
 
     @classmethod
     def none(cls, head: EnsembleHead) -> Self:

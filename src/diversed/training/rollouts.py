@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diversed.engine import GenerationOutput, ModelPair, generate
-from diversed.tasks import Example, Task, judge
+from diversed.tasks import Example, Task, judge, request
 from diversed.verifiers import EnsembleHead, Verifier
 
 
@@ -34,8 +34,19 @@ class Sampling:
     batch_size: int = 64
 
 
+class OnDisk:
+    """A dataclass of tensors, as a safetensors file."""
+
+    def save(self, path: Path) -> None:
+        save_file({name: value.contiguous() for name, value in vars(self).items()}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        return cls(**load_file(path))
+
+
 @dataclass
-class Rollouts:
+class Rollouts(OnDisk):
     """S sequences with T tokens in all, one after the other. Everything on the CPU in float32."""
 
     inputs: Tensor  #: head inputs, [T, size]
@@ -62,13 +73,6 @@ class Rollouts:
         """Mean of 1 - w TV over positions."""
         return float((1 - self.weight * self.total_variation).mean())
 
-    def save(self, path: Path) -> None:
-        save_file({f.name: getattr(self, f.name).contiguous() for f in fields(self)}, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        return cls(**load_file(path))
-
     @classmethod
     def join(cls, parts: Sequence[Rollouts]) -> Rollouts:
         return cls(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})
@@ -78,6 +82,15 @@ def log_nu(weight: Tensor, target_prob: Tensor, draft_prob: Tensor) -> Tensor:
     """log(w p(y) + (1 - w) q(y)), elementwise; finite wherever the token could be drawn at all."""
     blend = torch.lerp(draft_prob, target_prob, weight)
     return blend.clamp_min(torch.finfo(blend.dtype).tiny).log()
+
+
+def others_mean(reward: Tensor, prompt: Tensor) -> Tensor:
+    """The mean reward of the other answers to the same prompt; 0 where there is none. [S]"""
+    _, which = torch.unique(prompt, return_inverse=True)
+    count = torch.bincount(which).float()
+    total = torch.zeros(len(count)).index_add_(0, which, reward)
+    others = count[which] - 1
+    return torch.where(others > 0, (total[which] - reward) / others.clamp_min(1), 0.0)
 
 
 def seed_of(*names: object) -> int:
@@ -105,17 +118,13 @@ def complete(
     pair: ModelPair, task: Task, draws: Draws, verifier: Verifier, sampling: Sampling, **kwargs: Any
 ) -> GenerationOutput:
     """Answers to a task's examples, one generator each."""
-    prompts = [e.prompt for e in draws.examples]
-    asked: dict[str, Any] = {"prompts" if isinstance(prompts[0], str) else "messages": prompts}
     return generate(
         pair,
-        **asked,
+        **request(task, draws.examples),
         verifier=verifier,
         num_speculative_tokens=sampling.num_speculative_tokens,
         temperature=sampling.temperature,
         batch_size=sampling.batch_size,
-        max_new_tokens=task.max_new_tokens,
-        stop_strings=task.stop_strings or None,
         seed=draws.seeds,
         **kwargs,
     )

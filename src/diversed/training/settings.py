@@ -80,9 +80,17 @@ class TrainSettings:
         require("objective", lambda x: x in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}")
         require("baseline", lambda x: x in BASELINES, f"one of {', '.join(BASELINES)}")
         counts = ("steps", "prompts_per_step", "samples_per_prompt", "num_speculative_tokens", "batch_size")
-        for name in (*counts, "labels_per_rollout", "fit_every", "epochs", "minibatches", "validate_every"):
+        for name in (
+            *counts,
+            "labels_per_rollout",
+            "fit_every",
+            "epochs",
+            "minibatches",
+            "validate_every",
+            "validation_n",
+        ):
             require(name, lambda x: isinstance(x, int) and number(x, 1), "a whole number, 1 or more")
-        for name in ("mlp_size", "validation_n", "patience"):
+        for name in ("mlp_size", "patience"):
             require(name, lambda x: isinstance(x, int) and number(x, 0), "a whole number, 0 or more")
         for name in ("temperature", "tau", "clip", "learning_rate", "max_grad_norm"):
             require(name, lambda x: number(x) and x > 0, "a number above 0")

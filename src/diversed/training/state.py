@@ -18,7 +18,7 @@ from diversed.training.regression import Sums
 from diversed.training.settings import TrainSettings
 from diversed.verifiers import EnsembleHead
 
-PLAIN = ("step", "reward_average", "log_multiplier", "seconds", "rollout_seconds", "best", "since_best", "early_stop")
+PLAIN = ("step", "reward_average", "log_multiplier", "seconds", "best", "since_best", "early_stop")
 
 
 @dataclass
@@ -33,7 +33,6 @@ class State:
     reward_average: float | None = None
     log_multiplier: float = 0.0
     seconds: float = 0.0  #: spent training, validation and earlier parts of a resumed run included
-    rollout_seconds: float = 0.0  #: of it, spent generating rollouts
     best: dict[str, Any] = field(default_factory=dict)  #: the validation row of the best head so far
     since_best: int = 0
     early_stop: bool = False

@@ -243,7 +243,6 @@ def one_step(run: Run, state: State, batches: list[Rollouts | Labels]) -> Row:
             for old in sorted(path.parent.glob("*.safetensors"))[:-1]:
                 old.unlink()
     state.step += 1
-    state.rollout_seconds += rolled - began
     row: Row = figures | {"step": state.step, "rollout_seconds": rolled - began, "seconds": time.perf_counter() - began}
     if isinstance(batch, Rollouts):
         row |= {

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from diversed.engine import ModelPair
 from diversed.training.distillation.loss import check_head
-from diversed.training.distillation.run import Acceptance, Progress, Run, log_held_out, measure, train, write_whole
+from diversed.training.distillation.run import Acceptance, Progress, Run, log_held_out, measure, train
 from diversed.training.distillation.settings import RESUMABLE, DistillSettings, check_settings
 from diversed.training.distillation.student import add_lora, save_draft, student_of
 from diversed.training.distillation.text import Lesson, Prompt, encode, given_sequences, read_rows, sampled_sequences
+from diversed.training.run_folder import write_text
 
 __all__ = ["Acceptance", "DistillSettings", "Distilled", "distill"]
 
@@ -161,7 +162,7 @@ def distill(
     draw_curve(out)
     summary = {k: v for k, v in vars(result).items() if k not in ("draft", "folder", "before", "after")}
     summary |= {k: asdict(v) if v else None for k, v in (("before", before), ("after", after))}
-    write_whole(out / "result.json", json.dumps(summary, indent=1) + "\n")
+    write_text(out / "result.json", json.dumps(summary, indent=1) + "\n")
     return result
 
 
@@ -216,7 +217,7 @@ def claim_folder(out: Path, what: dict[str, Any], resume: bool) -> None:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
             raise ValueError(f"output_dir={str(out)!r} holds other files and no run: choose an empty folder")
-        write_whole(path, json.dumps(what, indent=1) + "\n")
+        write_text(path, json.dumps(what, indent=1) + "\n")
     except OSError as error:
         raise ValueError(
             f"output_dir={str(out)!r} cannot be written ({error.strerror}): choose another place"

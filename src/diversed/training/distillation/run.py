@@ -30,6 +30,7 @@ from diversed.training.distillation.loss import (
 )
 from diversed.training.distillation.settings import DistillSettings
 from diversed.training.distillation.text import Lesson, batch_at, collate, in_batches, read_rows
+from diversed.training.run_folder import write_text
 
 LOG_EVERY = 20  # steps: reading a loss waits for the device
 TV_WEIGHT = 2.0
@@ -230,7 +231,7 @@ def load_checkpoint(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any
     optimizer.load_state_dict(torch.load(folders[-1] / "optimizer.pt", map_location=run.device, weights_only=True))
     state: dict[str, Any] = json.loads((folders[-1] / "state.json").read_text(encoding="utf-8"))
     rows = [r for r in read_rows(run.out / "metrics.jsonl") if r["step"] <= state["step"]]
-    write_whole(run.out / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
+    write_text(run.out / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
     return state
 
 
@@ -264,10 +265,3 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one go."""
-    fresh = path.with_suffix(path.suffix + ".new")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
