@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from diversed.engine.attention import grouped_attention
 from diversed.engine.cache import SlotCache
 
 PREFILL_CHUNK = 1024  # prompt tokens per forward pass: bounds the memory of masks and activations
@@ -73,9 +74,10 @@ class Decoder:
         hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
             kwargs = {self._cache_keyword: self.cache}
-            logits = self.model(
-                input_ids=tokens, position_ids=positions, attention_mask=self._masks(), use_cache=True, **kwargs
-            ).logits
+            with grouped_attention(self._config):
+                logits = self.model(
+                    input_ids=tokens, position_ids=positions, attention_mask=self._masks(), use_cache=True, **kwargs
+                ).logits
         finally:
             hook.remove()
         return align_vocabulary(logits.float(), self.vocab_size), seen[0]
@@ -86,15 +88,14 @@ class Decoder:
         kinds = set(getattr(self._config, "layer_types", None) or [])
         if not kinds:
             uses_window = window is not None and getattr(self._config, "use_sliding_window", True)
-            return self._finish(self.cache.mask(window if uses_window else None))
+            return self._additive(self.cache.mask(window if uses_window else None))
         windows = {"full_attention": None, "sliding_attention": window}
-        masks = {kind: self._finish(self.cache.mask(windows[kind])) for kind in kinds}
+        masks = {kind: self._additive(self.cache.mask(windows[kind])) for kind in kinds}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _finish(self, allowed: Tensor) -> Tensor:
-        """Boolean for SDPA, additive for eager attention."""
-        if self._config._attn_implementation == "sdpa":
-            return allowed
+    def _additive(self, allowed: Tensor) -> Tensor:
+        """0 where a token may look and the dtype's smallest number elsewhere. SDPA takes booleans as well, but would
+        turn them into this once per layer."""
         dtype = self.model.dtype
         return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 

@@ -92,7 +92,7 @@ def generate(
     verifier = Lossless() if verifier is None else verifier
     check_fits(verifier, pair)
     if hasattr(verifier, "to"):  # a learned one has parameters
-        verifier = verifier.to(pair.target.get_output_embeddings().weight.device)
+        verifier = verifier.to(pair.verification_device)
     encoded = encode_prompts(pair, prompts, input_ids=input_ids, attention_mask=attention_mask, messages=messages)
     if streamer is not None and len(encoded) > 1:
         raise ValueError(f"streamer takes one prompt at a time and got {len(encoded)}: use callback= for a batch")

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from diversed.engine.decoder import check_supported, context_length
+from diversed.engine.packing import pack_linears
 
 # Two tokenizers that agree on every token may still split text differently: they must agree on this as well.
 PROBE = "Dr. Müller's café sold 1,234 loaves at 3.50 € — naïve? if x == 10: return [0.5, -2]\n\tEND 東京"
@@ -45,7 +46,7 @@ class ModelPair:
         self.draft.eval()
         self.target_name = self.target_name or self.target.config._name_or_path or type(self.target).__name__
         self.draft_name = self.draft_name or self.draft.config._name_or_path or type(self.draft).__name__
-        rows = self.target.get_output_embeddings().weight.shape[0]
+        rows = self.target.get_output_embeddings().out_features
         # Sizes are often padded for speed; rows beyond the tokenizer were never trained.
         self.vocab_size = min(rows, len(self.tokenizer)) if self.tokenizer is not None else rows
 
@@ -60,7 +61,10 @@ class ModelPair:
         draft_device_map: Any = None,
         **kwargs: Any,
     ) -> ModelPair:
-        """Load both models and check that they share a tokenizer.
+        """Load both models for inference and check that they share a tokenizer.
+
+        In bf16 on a CPU, linear layers keep their weights in oneDNN's order only (:mod:`diversed.engine.packing`). To
+        save or train models, load them by yourself and give them to ``ModelPair(target, draft, tokenizer)``.
 
         Args:
             target, draft: Hub ids or folders, or GGUF files (``folder/model.gguf`` or ``user/repo/model.gguf``,
@@ -72,13 +76,16 @@ class ModelPair:
         tokenizer = load_tokenizer(target, "target")
         check_same_tokenizer(tokenizer, load_tokenizer(draft, "draft"), str(target), str(draft))
         draft_map = device_map if draft_device_map is None else draft_device_map
-        return cls(
+        pair = cls(
             load_model(target, "target", dtype=dtype, device_map=device_map, **kwargs),
             load_model(draft, "draft", dtype=dtype, device_map=draft_map, **kwargs),
             tokenizer,
             target_name=str(target),
             draft_name=str(draft),
         )
+        for model in (pair.target, pair.draft):
+            pack_linears(model)
+        return pair
 
     @classmethod
     def embedded(cls, *, dtype: torch.dtype = torch.float32) -> ModelPair:
@@ -98,7 +105,12 @@ class ModelPair:
     @property
     def hidden_sizes(self) -> tuple[int, int]:
         """Sizes of the hidden states that enter the two output layers: what a head sees."""
-        return self.target.get_output_embeddings().weight.shape[1], self.draft.get_output_embeddings().weight.shape[1]
+        return self.target.get_output_embeddings().in_features, self.draft.get_output_embeddings().in_features
+
+    @property
+    def verification_device(self) -> torch.device:
+        """Where the target's logits come out."""
+        return next(self.target.get_output_embeddings().parameters(), torch.empty(0)).device  # packed ones: the CPU
 
     @property
     def vocabulary_hash(self) -> str | None:
