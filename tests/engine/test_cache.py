@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from diversed import ModelPair, StaticEnsemble, generate
 from diversed.engine.cache import SlotCache
@@ -22,10 +21,10 @@ PROMPTS = random_prompts([7, 1, 40, 21, 3])
 
 def assert_as_fresh(decoder: Decoder, active: list[Generating]) -> None:
     """Kept keys and values, and the logits and hidden states that follow from them, equal those of a new prefill."""
-    kept = decoder.lengths.tolist()
+    kept = decoder.lengths
     fresh = Decoder(decoder.model, len(active), decoder.vocab_size)
     fresh.prefill([s.ids[:n] for s, n in zip(active, kept, strict=True)])
-    assert fresh.lengths.tolist() == kept
+    assert fresh.lengths == kept
     for ours, theirs in ((decoder.cache.keys, fresh.cache.keys), (decoder.cache.values, fresh.cache.values)):
         for layer, expected in theirs.items():
             for b, n in enumerate(kept):
@@ -78,9 +77,9 @@ def test_a_cache_whose_rows_are_mixed_up_would_be_seen(monkeypatch: pytest.Monke
     """When a sequence leaves the batch, the others must keep their own rows."""
     keep_rows = SlotCache.keep_rows
 
-    def first_rows(cache: SlotCache, rows: Tensor) -> None:
-        lengths = cache.lengths[rows]
-        keep_rows(cache, torch.arange(len(rows)))
+    def first_rows(cache: SlotCache, rows: list[int]) -> None:
+        lengths = [cache.lengths[row] for row in rows]
+        keep_rows(cache, list(range(len(rows))))
         cache.lengths = lengths
 
     monkeypatch.setattr(SlotCache, "keep_rows", first_rows)
@@ -99,7 +98,7 @@ def test_buffers_grow_without_losing_what_they_hold(monkeypatch: pytest.MonkeyPa
     first = torch.zeros(2, 1, dtype=torch.long)
     for i in range(50):
         logits, _ = decoder.feed(torch.tensor([[ids[0][15 + i]], [ids[1][5 + i]]]), first)
-        decoder.lengths = decoder.lengths + 1
+        decoder.lengths = [n + 1 for n in decoder.lengths]
     assert decoder.cache.keys[0].shape[2] < 90  # it grew on demand
     with torch.no_grad():
         for b, n in enumerate((65, 55)):
@@ -110,13 +109,13 @@ def test_buffers_grow_without_losing_what_they_hold(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_the_mask_is_causal_and_within_the_window(window: int | None) -> None:
     cache = SlotCache(3, torch.device("cpu"))
-    cache.lengths = torch.tensor([0, 5, 2])
+    cache.lengths = [0, 5, 2]
     slots = cache.place(4)
     assert slots.tolist() == [[0, 1, 2, 3], [5, 6, 7, 8], [2, 3, 4, 5]]
     mask = cache.mask(window)
-    assert mask.shape == (3, 1, 4, 9)
+    assert mask.shape == (3, 1, 4, 16)  # 9 slots, aligned
     for b in range(3):
         for t in range(4):
             place = slots[b, t]
-            seen = [s for s in range(9) if s <= place and (window is None or place - s < window)]
+            seen = [s for s in range(16) if s <= place and (window is None or place - s < window)]
             assert mask[b, 0, t].nonzero().flatten().tolist() == seen

@@ -165,11 +165,11 @@ def misplaced(monkeypatch: pytest.MonkeyPatch, model: str, error: int) -> None:
     class OffByOne(Decoder):
         def feed(self, tokens: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
             wrong = error if at.shape[1] and self.model.config.name_or_path == model else 0
-            self.lengths = self.lengths + wrong
+            self.lengths = [n + wrong for n in self.lengths]
             try:
                 return super().feed(tokens, at)
             finally:
-                self.lengths = self.lengths - wrong
+                self.lengths = [n - wrong for n in self.lengths]
 
     monkeypatch.setattr(engine, "Decoder", OffByOne)
 

@@ -9,21 +9,24 @@ from torch import Tensor
 from transformers import Cache
 
 CHUNK = 64  # slots by which buffers grow, so that most steps allocate nothing
+ALIGNED = 8  # masks as wide as a multiple of this take the fast attention kernels of CUDA
 
 
 class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values of every layer in one buffer per layer, [B, heads, capacity, head size].
 
     A token at position s of its sequence lies in slot s of its row; ``lengths[b]`` slots of row b hold kept tokens.
-    What lies beyond is left over from rejected drafts or padding: no query looks past its own slot, and the next
-    tokens overwrite it. Rolling back is therefore nothing but a smaller length, exact for every row and for
-    sliding-window layers too, whose window is a matter of the mask (:meth:`mask`) and not of storage.
+    What lies beyond is left over from rejected drafts, padding or a former tenant: no query looks past its own slot,
+    and the next tokens overwrite it. Rolling back is therefore nothing but a smaller length, exact for every row and
+    for sliding-window layers too, whose window is a matter of the mask (:meth:`mask`) and not of storage.
+
+    Lengths live on the host, which knows them without asking a device.
     """
 
     def __init__(self, batch: int, device: torch.device) -> None:
         super().__init__(layers=[])
         self.device = device
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.lengths = [0] * batch
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)
@@ -32,11 +35,11 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def place(self, width: int) -> Tensor:
         """Reserve ``width`` slots after each row's length for the next forward pass; returns them, [B, width]."""
-        lengths = self.lengths.tolist()
-        self.extent = max(lengths) + width
+        end = max(self.lengths) + width
+        self.extent = -(-end // ALIGNED) * ALIGNED
         # When all rows stand at the same length, a slice replaces the scatter.
-        self.start = lengths[0] if lengths.count(lengths[0]) == len(lengths) else None
-        self.slots = self.lengths.unsqueeze(1) + torch.arange(width, device=self.device)
+        self.start = self.lengths[0] if len(set(self.lengths)) == 1 else None
+        self.slots = (torch.tensor(self.lengths).unsqueeze(1) + torch.arange(width)).to(self.device)
         return self.slots
 
     def mask(self, window: int | None = None) -> Tensor:
@@ -57,26 +60,32 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _write(self, buffers: dict[int, Tensor], layer: int, states: Tensor) -> Tensor:
         buffer = buffers.get(layer)
         if buffer is None or buffer.shape[2] < self.extent:
-            batch, heads, _, size = states.shape
-            capacity = -(-self.extent // CHUNK) * CHUNK + CHUNK
-            # Zeros, not garbage: a masked slot still enters the product as 0 * value, and NaN * 0 is NaN.
-            grown = states.new_zeros(batch, heads, capacity, size)
-            if buffer is not None:
-                grown[:, :, : buffer.shape[2]] = buffer
-            buffer = buffers[layer] = grown
+            buffer = buffers[layer] = grown(buffer, states, -(-self.extent // CHUNK) * CHUNK + CHUNK)
         if self.start is not None:
-            buffer[:, :, self.start : self.extent] = states
+            buffer[:, :, self.start : self.start + states.shape[2]] = states
         else:
             rows = torch.arange(states.shape[0], device=states.device).unsqueeze(1)
             buffer[rows, :, self.slots.to(states.device)] = states.transpose(1, 2)
         return buffer[:, :, : self.extent]
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drop every row but these, [K] indices."""
-        self.lengths = self.lengths[rows]
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop every row but these."""
+        self.lengths = [self.lengths[row] for row in rows]
         for buffers in (self.keys, self.values):
             for layer, buffer in buffers.items():
-                buffers[layer] = buffer[rows.to(buffer.device)]
+                buffers[layer] = buffer[torch.tensor(rows, dtype=torch.long, device=buffer.device)]
+
+    def replace_rows(self, rows: list[int], other: SlotCache) -> None:
+        """Let the rows of ``other`` move in where ``rows`` are."""
+        longest = max(other.lengths)
+        for ours, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, states in theirs.items():
+                buffer = ours.get(layer)
+                if buffer is None or buffer.shape[2] < longest:
+                    buffer = ours[layer] = grown(buffer, states, states.shape[2], len(self.lengths))
+                buffer[torch.tensor(rows, device=buffer.device), :, :longest] = states[:, :, :longest]
+        for row, length in zip(rows, other.lengths, strict=True):
+            self.lengths[row] = length
 
     # What transformers may ask of a cache. Masks and positions are given explicitly, so nothing depends on these.
 
@@ -88,3 +97,15 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self.keys)
+
+
+def grown(buffer: Tensor | None, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
+    """A buffer of so many slots that holds what ``buffer`` held; for rows like those of ``like`` [B, heads, any, size].
+
+    Zeros, not garbage: a masked slot still enters the product as 0 * value, and NaN * 0 is NaN.
+    """
+    rows, heads, _, size = like.shape if buffer is None else buffer.shape
+    out = like.new_zeros(rows if batch is None else batch, heads, capacity, size)
+    if buffer is not None:
+        out[:, :, : buffer.shape[2]] = buffer
+    return out

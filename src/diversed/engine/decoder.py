@@ -28,24 +28,34 @@ class Decoder:
         self._embeddings = model.get_input_embeddings().weight.shape[0]
 
     @property
-    def lengths(self) -> Tensor:
+    def lengths(self) -> list[int]:
         return self.cache.lengths
 
     @lengths.setter
-    def lengths(self, value: Tensor) -> None:
+    def lengths(self, value: list[int]) -> None:
         """Smaller lengths roll back, larger ones keep what :meth:`feed` just wrote."""
         self.cache.lengths = value
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]]) -> None:
-        """Cache whole sequences into an empty cache. No logits."""
-        longest = max(map(len, prompts))
-        for start in range(0, longest, PREFILL_CHUNK):
-            chunk = [ids[start : start + PREFILL_CHUNK] for ids in prompts]
-            width = max(map(len, chunk))
-            tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in chunk], device=self.device)
-            self.feed(tokens, torch.zeros(len(chunk), 0, dtype=torch.long, device=self.device))
-            self.lengths = self.lengths + torch.tensor([len(ids) for ids in chunk], device=self.device)
+    def prefill(self, sequences: list[list[int]]) -> None:
+        """Cache what the cache lacks of each sequence. No logits."""
+        nothing = torch.zeros(len(sequences), 0, dtype=torch.long, device=self.device)
+        while pending := self._pending(sequences):
+            width = max(map(len, pending))
+            tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending], device=self.device)
+            self.feed(tokens, nothing)
+            self.lengths = [n + len(ids) for n, ids in zip(self.lengths, pending, strict=True)]
+
+    def _pending(self, sequences: list[list[int]]) -> list[list[int]]:
+        pending = [ids[n : n + PREFILL_CHUNK] for ids, n in zip(sequences, self.lengths, strict=True)]
+        return pending if any(pending) else []
+
+    @torch.inference_mode()
+    def admit(self, rows: list[int], sequences: list[list[int]]) -> None:
+        """Give ``rows`` to new sequences: these are cached from the start, whatever the rows held before."""
+        fresh = Decoder(self.model, len(rows), self.vocab_size)
+        fresh.prefill(sequences)
+        self.cache.replace_rows(rows, fresh.cache)
 
     @torch.inference_mode()
     def feed(self, tokens: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

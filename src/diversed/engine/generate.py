@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from diversed.engine.loop import Bonus, Generating, Settings, decode_batch
-from diversed.engine.output import Counts, GenerationOutput, Stats, TimeSplit
+from diversed.engine.draft_length import MOST
+from diversed.engine.loop import Bonus, Generating, Settings, decode
+from diversed.engine.output import Counts, GenerationOutput, Stats
 from diversed.engine.pair import ModelPair
 from diversed.engine.prompts import Messages, encode_prompts
 from diversed.engine.sampling import Sampler
@@ -28,7 +29,7 @@ def generate(
     attention_mask: Tensor | None = None,
     messages: Messages | None = None,
     verifier: Verifier | None = None,
-    num_speculative_tokens: int = 5,
+    num_speculative_tokens: int | Literal["auto"] = 5,
     max_new_tokens: int | Sequence[int] = 256,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -53,7 +54,9 @@ def generate(
         prompts, input_ids (with ``attention_mask`` [B, P]; padding on either side), messages: what to continue; give
             one of them. ``messages`` is one chat or a list of chats, put through the tokenizer's chat template.
         verifier: the verification distribution; lossless where None.
-        num_speculative_tokens: N, drafted tokens per target pass. 0 decodes with the target alone.
+        num_speculative_tokens: N, drafted tokens per target pass. 0 decodes with the target alone; "auto" chooses
+            before every block what has paid best so far with this verifier, 0 where drafting does not pay. Since that
+            depends on the clock, a seed does not fix the tokens then.
         max_new_tokens: at most so many new tokens, for all prompts or one number each.
         temperature: 0 is greedy: a drafted token stays while it equals the argmax of nu.
         top_k, top_p, min_p, repetition_penalty, logits_processor: as in transformers; they shape both models'
@@ -65,7 +68,7 @@ def generate(
             not depend on what else is in the batch. Not reproducible where None.
         bonus: where the token after an entirely accepted block comes from: the target (the paper), or nu, which makes
             the output follow nu exactly for one more draft step a block.
-        batch_size: at most this many sequences at a time; all where None.
+        batch_size: at most this many sequences at a time, the others join as these finish; all where None.
         streamer: of transformers, for a single prompt.
         callback: called with a prompt's index and its new token ids after every block.
         trace: keep, for each token, its origin, w, p, q, TV and both hidden states.
@@ -74,17 +77,18 @@ def generate(
         ValueError: an argument out of range, an empty or too long prompt, a head made for another pair.
         FloatingPointError: a model produced NaN.
     """
-    if (
+    auto = num_speculative_tokens == "auto"
+    if not auto and (
         isinstance(num_speculative_tokens, bool)
         or not isinstance(num_speculative_tokens, int)
         or num_speculative_tokens < 0
     ):
         raise ValueError(
             f"num_speculative_tokens={num_speculative_tokens!r} must be a whole number: at least 1, "
-            "or 0 for the target alone"
+            'or 0 for the target alone, or "auto"'
         )
-    most = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens]
-    for name, value in (*(("max_new_tokens", m) for m in most), ("batch_size", batch_size)):
+    limits = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens]
+    for name, value in (*(("max_new_tokens", limit) for limit in limits), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
     if bonus not in ("target", "verifier"):
@@ -96,26 +100,28 @@ def generate(
     encoded = encode_prompts(pair, prompts, input_ids=input_ids, attention_mask=attention_mask, messages=messages)
     if streamer is not None and len(encoded) > 1:
         raise ValueError(f"streamer takes one prompt at a time and got {len(encoded)}: use callback= for a batch")
+    most = MOST if auto else int(num_speculative_tokens)
     settings = Settings(
         verifier=verifier,
-        num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens=most,
+        length=pair.draft_length(verifier, temperature) if auto else None,
         sampler=Sampler(temperature, top_k, top_p, min_p, repetition_penalty, logits_processor),
         stopping=Stopping.of(pair, eos_token_id, stop_strings, stopping_criteria, ignore_eos=ignore_eos),
         bonus=bonus,
         trace=trace,
     )
     seeds = spread_seed(seed, len(encoded))
-    if len(most) not in (1, len(encoded)):
-        raise ValueError(f"max_new_tokens has {len(most)} entries for {len(encoded)} prompts: give one each, or one")
-    most = most * len(encoded) if len(most) == 1 else most
+    if len(limits) not in (1, len(encoded)):
+        raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(encoded)} prompts: give one each, or one")
+    limits = limits * len(encoded) if len(limits) == 1 else limits
     sequences = [
         Generating(
             index=i,
             ids=list(ids),
             prompt_length=len(ids),
-            max_new_tokens=min(most[i], (pair.context or 1 << 62) - len(ids)),
+            max_new_tokens=min(limits[i], (pair.context or 1 << 62) - len(ids)),
             generator=torch.Generator().manual_seed(seeds[i]),
-            counts=Counts.zero(num_speculative_tokens),
+            counts=Counts.zero(most),
         )
         for i, ids in enumerate(encoded)
     ]
@@ -128,13 +134,10 @@ def generate(
         if callback is not None:
             callback(sequence.index, new)
 
-    times = TimeSplit()
-    step = batch_size or len(sequences)
-    for start in range(0, len(sequences), step):
-        times += decode_batch(pair, sequences[start : start + step], settings, report)
+    times = decode(pair, sequences, batch_size or len(sequences), settings, report)
     if streamer is not None:
         streamer.end()
-    stats = Stats.zero(num_speculative_tokens)
+    stats = Stats.zero(most)
     for s in sequences:
         stats.add(s.counts)
     return GenerationOutput(

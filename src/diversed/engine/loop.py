@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from diversed.engine.decoder import Decoder
+from diversed.engine.draft_length import DraftLength
 from diversed.engine.output import Counts, FinishReason, TimeSplit
 from diversed.engine.pair import ModelPair
 from diversed.engine.sampling import Sampler
@@ -20,6 +22,7 @@ from diversed.verification import Verified, mask_to_support, sample, verify_bloc
 from diversed.verifiers import Verifier
 
 Bonus = Literal["target", "verifier"]
+MOST_PENDING = 8  # tokens that a draft step may take in along the way; a row further behind is prefilled first
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Settings:
 
     verifier: Verifier
     num_speculative_tokens: int
+    length: DraftLength | None  #: chooses how many of them to draft; all of them where None
     sampler: Sampler
     stopping: Stopping
     bonus: Bonus
@@ -57,45 +61,83 @@ class Generating:
 
 
 class Stopwatch:
-    """Books wall time to the parts of a :class:`TimeSplit`. Waits for devices, or their time would land elsewhere."""
+    """Books time to the parts of a :class:`TimeSplit`.
+
+    A GPU works behind the host's back: its time is taken by events on its own stream, read once a cycle when the host
+    has waited for it anyway. With several GPUs the host waits at every part instead.
+    """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.gpus = [d for d in set(devices) if d.type == "cuda"]
         self.split = TimeSplit()
+        self.lap = TimeSplit()
+        self.marks: list[tuple[str, Any]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a cycle."""
+        self.lap = TimeSplit()
         self.last = time.perf_counter()
+        self.marks = [("", self._event())] if len(self.gpus) == 1 else []
 
     def book(self, part: str) -> None:
+        if self.marks:
+            self.marks.append((part, self._event()))
+            return
         for gpu in self.gpus:
             torch.cuda.synchronize(gpu)
         now = time.perf_counter()
-        setattr(self.split, part, getattr(self.split, part) + now - self.last)
+        setattr(self.lap, part, getattr(self.lap, part) + now - self.last)
         self.last = now
+
+    def end(self) -> TimeSplit:
+        """End the cycle; what it took."""
+        if self.marks:
+            torch.cuda.synchronize(self.gpus[0])
+            for (_, start), (part, stop) in itertools.pairwise(self.marks):
+                setattr(self.lap, part, getattr(self.lap, part) + start.elapsed_time(stop) / 1000)
+            # Where the device waited for the host, no part shows it.
+            self.lap.rest += max(0.0, time.perf_counter() - self.last - self.lap.total)
+        lap = self.lap
+        self.split += lap
+        self.begin()
+        return lap
+
+    def _event(self) -> Any:
+        with torch.cuda.device(self.gpus[0]):
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+        return event
 
 
 @torch.inference_mode()
-def decode_batch(
+def decode(
     pair: ModelPair,
     sequences: list[Generating],
+    batch_size: int,
     settings: Settings,
     report: Callable[[Generating, list[int]], None],
 ) -> TimeSplit:
-    """Run sequences together until each has finished. Those that finish leave the batch."""
-    n, sampler = settings.num_speculative_tokens, settings.sampler
-    target = Decoder(pair.target, len(sequences), pair.vocab_size)
-    speculates = n > 0 or settings.bonus == "verifier"
-    draft = Decoder(pair.draft, len(sequences), pair.vocab_size) if speculates else None
+    """Run sequences together, at most ``batch_size`` at a time. Those that finish make room for those that wait."""
+    sampler, most = settings.sampler, settings.num_speculative_tokens
+    active, waiting = sequences[:batch_size], sequences[batch_size:][::-1]
+    target = Decoder(pair.target, len(active), pair.vocab_size)
+    speculates = most > 0 or settings.bonus == "verifier"
+    draft = Decoder(pair.draft, len(active), pair.vocab_size) if speculates else None
     watch = Stopwatch([target.device] + ([draft.device] if draft else []))
-    for decoder in filter(None, (target, draft)):
-        decoder.prefill([s.ids[:-1] for s in sequences])
-    watch.book("prefill")
-
-    active = sequences
+    names = (pair.target_name, pair.draft_name, type(settings.verifier).__name__)
+    target.prefill([s.ids[:-1] for s in active])
     while active:
+        n = most if settings.length is None else settings.length.choose(max(s.remaining for s in active) - 1)
         # A sequence that is about to end drafts less, so that its tokens do not depend on its neighbours.
         num_drafted = [min(n, s.remaining - 1) for s in active]
-        u = torch.stack([torch.rand(2 * n + 1, generator=s.generator, dtype=torch.float64) for s in active])
+        drafts = draft is not None and (max(num_drafted) > 0 or settings.bonus == "verifier")
+        if draft is not None and drafts:
+            catch_up(draft, active)
+        watch.book("prefill")
+        u = torch.stack([torch.rand(2 * most + 1, generator=s.generator, dtype=torch.float64) for s in active])
         watch.book("rest")
-        block = draft_block(draft, active, max(num_drafted), settings, u) if draft else None
+        block = draft_block(draft, active, max(num_drafted), settings, u) if draft is not None and drafts else None
         watch.book("draft")
 
         last = torch.tensor([[s.ids[-1]] for s in active], device=target.device)
@@ -106,11 +148,9 @@ def decode_batch(
 
         drafted_ids = tokens[:, 1:].tolist() if sampler.history else None
         p, support = sampler(logits, prefixes(active, drafted_ids, settings, target.device))
-        check_finite(p, "target", pair.target_name)
         u = u.to(target.device)
-        result, seen = verify(p, support, target_hidden, block, num_drafted, settings, u, pair.hidden_sizes[1])
-        kept = [[t for t in row if t >= 0] for row in result.tokens.tolist()]
-        accepted = result.num_accepted.tolist()
+        verdict, seen = verify(p, support, target_hidden, block, num_drafted, settings, u, pair)
+        accepted, kept = read(verdict, names)  # the host waits for the device here, and nowhere else
         watch.book("verification")
 
         for b, sequence in enumerate(active):
@@ -127,18 +167,50 @@ def decode_batch(
                 scored = num_drafted[b] + (settings.bonus == "verifier")
                 sequence.seen.append(Kept(seen, b, len(new), accepted[b], num_drafted[b], scored))
             report(sequence, new)
-        going = [b for b, s in enumerate(active) if s.finish_reason is None]
-        if len(going) < len(active):
-            for decoder in filter(None, (target, draft)):
-                decoder.cache.keep_rows(torch.tensor(going, dtype=torch.long, device=decoder.device))
-            active = [active[b] for b in going]
         # Every token but the last is cached from now on; what a model cached beyond that is rolled back.
-        lengths = torch.tensor([len(s.ids) - 1 for s in active])
-        target.lengths = lengths.to(target.device)
+        target.lengths = [len(s.ids) - 1 for s in active]
         if draft is not None:
-            draft.lengths = torch.minimum(draft.lengths, lengths.to(draft.device))
+            draft.lengths = [min(n, len(s.ids) - 1) for n, s in zip(draft.lengths, active, strict=True)]
         watch.book("rest")
+        active = let_in(active, waiting, target, draft)
+        watch.book("prefill")
+        lap = watch.end()
+        if settings.length is not None:
+            examined = sum(min(a + 1, d) for a, d in zip(accepted, num_drafted, strict=True))
+            block_seconds = lap.target + lap.verification + lap.rest
+            settings.length.learn(max(num_drafted), sum(accepted), examined, lap.draft, block_seconds)
     return watch.split
+
+
+def let_in(
+    active: list[Generating], waiting: list[Generating], target: Decoder, draft: Decoder | None
+) -> list[Generating]:
+    """Give the rows of finished sequences to those that wait, the next one last; close up rows nobody waits for."""
+    free = [b for b, s in enumerate(active) if s.finish_reason is not None]
+    rows = free[: len(waiting)]
+    if rows:
+        new = [waiting.pop() for _ in rows]
+        target.admit(rows, [s.ids[:-1] for s in new])
+        for row, sequence in zip(rows, new, strict=True):
+            active[row] = sequence
+            if draft is not None:
+                draft.lengths[row] = 0
+    if len(rows) < len(free):
+        going = [b for b, s in enumerate(active) if s.finish_reason is None]
+        for decoder in filter(None, (target, draft)):
+            decoder.cache.keep_rows(going)
+        active = [active[b] for b in going]
+    return active
+
+
+def catch_up(draft: Decoder, active: list[Generating]) -> None:
+    """Prefill rows that the draft has never seen, or not for a while."""
+    missing = [len(s.ids) - n for n, s in zip(draft.lengths, active, strict=True)]
+    behind = [b for b, n in enumerate(draft.lengths) if n == 0 or missing[b] > MOST_PENDING]
+    if len(behind) == len(active):
+        draft.prefill([s.ids[:-1] for s in active])
+    elif behind:
+        draft.admit(behind, [active[b].ids[:-1] for b in behind])
 
 
 @dataclass
@@ -155,28 +227,36 @@ def draft_block(draft: Decoder, active: list[Generating], n: int, settings: Sett
     sampler, device = settings.sampler, draft.device
     u = u.to(device)
     # One or two tokens a row: the draft has not seen its own last proposal when all of them were accepted.
-    pending = [s.ids[length:] for s, length in zip(active, draft.lengths.tolist(), strict=True)]
-    width = max(map(len, pending))
+    pending = [s.ids[length:] for s, length in zip(active, draft.lengths, strict=True)]
+    counts = [len(ids) for ids in pending]
+    width = max(counts)
     feed = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending], device=device)
-    counts = torch.tensor([len(ids) for ids in pending], device=device)
+    at = torch.tensor(counts, device=device).unsqueeze(1) - 1
     tokens: list[Tensor] = []
     probs: list[Tensor] = []
     hidden: list[Tensor] = []
     for i in range(n + (settings.bonus == "verifier")):
-        logits, states = draft.feed(feed, (counts - 1).unsqueeze(1))
-        draft.lengths = draft.lengths + counts
+        logits, states = draft.feed(feed, at)
+        draft.lengths = [length + count for length, count in zip(draft.lengths, counts, strict=True)]
         so_far = torch.stack(tokens, 1).tolist() if tokens and sampler.history else [[]] * len(active)
         q, _ = sampler(logits, prefixes(active, so_far, settings, device, last_only=True))
         probs.append(q[:, 0])
         hidden.append(states[:, 0])
         if i < n:
             tokens.append(q[:, 0].argmax(-1) if sampler.greedy else sample(q[:, 0], u[:, i]))
-            feed, counts = tokens[-1].unsqueeze(1), torch.ones_like(counts)
+            feed, counts, at = tokens[-1].unsqueeze(1), [1] * len(active), torch.zeros_like(at)
     if not probs:  # nothing to draft in this block
         empty = torch.zeros(len(active), 0, device=device)
         return DraftBlock(empty.long(), empty.unsqueeze(-1), empty.unsqueeze(-1))
     block = torch.stack(tokens, 1) if tokens else torch.zeros(len(active), 0, dtype=torch.long, device=device)
     return DraftBlock(block, torch.stack(probs, 1), torch.stack(hidden, 1))
+
+
+class Verdict(NamedTuple):
+    """What a block came to, and whether the numbers it rests on were numbers; all on the target's device."""
+
+    result: Verified
+    finite: Tensor  #: [3], for target, draft and verifier
 
 
 def verify(
@@ -187,8 +267,8 @@ def verify(
     num_drafted: list[int],
     settings: Settings,
     u: Tensor,
-    draft_hidden_size: int,
-) -> tuple[Verified, SeenBlock | None]:
+    pair: ModelPair,
+) -> tuple[Verdict, SeenBlock | None]:
     """Decide over one drafted block: p [B, n+1, V] from the target against what the draft proposed."""
     batch, positions, _ = p.shape
     n, device = positions - 1, p.device
@@ -198,15 +278,14 @@ def verify(
     nu = p[:, :0]
     if block is not None and block.probs.shape[1]:
         q, draft_hidden = block.probs.to(device), block.hidden.to(device)
-        check_finite(q, "draft", "the draft model")
         k = q.shape[1]
         known = (p[:, :k], q, target_hidden[:, :k], draft_hidden)
         nu = settings.verifier(*known)
-        check_finite(nu, "verifier", type(settings.verifier).__name__)
         if support is not None:
             nu = mask_to_support(nu, p[:, :k], support[:, :k])
         if settings.trace and hasattr(settings.verifier, "weight"):
             weight = settings.verifier.weight(*known)
+    finite = torch.stack([all_finite(probs) for probs in (p, p if q is None else q, nu)])
     bonus_from = nu if settings.bonus == "verifier" and q is not None else p
     bonus_probs = bonus_from.gather(1, last).squeeze(1)
     tokens = torch.zeros(batch, 0, dtype=torch.long, device=device) if block is None else block.tokens.to(device)
@@ -216,18 +295,31 @@ def verify(
         half = settings.num_speculative_tokens
         q_drawn = p[:, :0] if q is None else q[:, :n]
         result = verify_block(tokens, q_drawn, nu[:, :n], bonus_probs, u[:, half : half + n], u[:, -1], count)
+    verdict = Verdict(result, finite)
     if not settings.trace:
-        return result, None
-    return result, see(p, q, weight, target_hidden, draft_hidden, result.tokens, draft_hidden_size)
+        return verdict, None
+    return verdict, see(p, q, weight, target_hidden, draft_hidden, result.tokens, pair.hidden_sizes[1])
 
 
-def check_finite(probs: Tensor, role: str, name: str) -> None:
+def all_finite(probs: Tensor) -> Tensor:
     """NaN anywhere in a row of logits makes the whole softmax NaN, so one entry a row tells."""
-    if not bool(torch.isfinite(probs[..., 0]).all()):
-        raise FloatingPointError(
-            f"{role}: {name} produced NaN (or forbade every token). Check the weights, try another dtype "
-            "(float16 overflows in some models) and look at the logits processors."
-        )
+    return torch.isfinite(probs[..., 0]).all()
+
+
+def read(verdict: Verdict, names: tuple[str, str, str]) -> tuple[list[int], list[list[int]]]:
+    """Bring a verdict over in one transfer: accepted drafts and kept tokens, row by row."""
+    result = verdict.result
+    flat = torch.cat([verdict.finite.long(), result.num_accepted, result.tokens.flatten()]).tolist()
+    batch = len(result.num_accepted)
+    for role, name, finite in zip(("target", "draft", "verifier"), names, flat, strict=False):
+        if not finite:
+            raise FloatingPointError(
+                f"{role}: {name} produced NaN (or forbade every token). Check the weights, try another dtype "
+                "(float16 overflows in some models) and look at the logits processors."
+            )
+    accepted, tokens = flat[3 : 3 + batch], flat[3 + batch :]
+    width = result.tokens.shape[1]
+    return accepted, [tokens[b * width : b * width + accepted[b] + 1] for b in range(batch)]
 
 
 def prefixes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from diversed.engine.decoder import check_supported, context_length
+from diversed.engine.draft_length import DraftLength
 from diversed.engine.packing import pack_linears
+from diversed.verifiers import Verifier
 
 # Two tokenizers that agree on every token may still split text differently: they must agree on this as well.
 PROBE = "Dr. Müller's café sold 1,234 loaves at 3.50 € — naïve? if x == 10: return [0.5, -2]\n\tEND 東京"
@@ -47,6 +49,7 @@ class ModelPair:
         self.target_name = self.target_name or self.target.config._name_or_path or type(self.target).__name__
         self.draft_name = self.draft_name or self.draft.config._name_or_path or type(self.draft).__name__
         rows = self.target.get_output_embeddings().out_features
+        self._draft_lengths: dict[tuple[Verifier, float], DraftLength] = {}
         # Sizes are often padded for speed; rows beyond the tokenizer were never trained.
         self.vocab_size = min(rows, len(self.tokenizer)) if self.tokenizer is not None else rows
 
@@ -111,6 +114,12 @@ class ModelPair:
     def verification_device(self) -> torch.device:
         """Where the target's logits come out."""
         return next(self.target.get_output_embeddings().parameters(), torch.empty(0)).device  # packed ones: the CPU
+
+    def draft_length(self, verifier: Verifier, temperature: float) -> DraftLength:
+        """What earlier calls with this verifier have learned about how much to draft."""
+        if not isinstance(verifier, Hashable):
+            return DraftLength()
+        return self._draft_lengths.setdefault((verifier, temperature), DraftLength())
 
     @property
     def vocabulary_hash(self) -> str | None:
