@@ -6,6 +6,7 @@ The models are tiny Llamas over four tokens, so that cache, positions and masks 
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from diversed import Lossless, ModelPair, StaticEnsemble, Verifier, generate, verification
 from diversed.engine.cache import SlotCache
 from diversed.engine.decoder import Decoder
+from diversed.engine.draft_length import DraftLength
 from models import VERIFIERS, enumerate_exactly, four_token_pair, goodness_of_fit, table
 
 engine = importlib.import_module("diversed.engine.loop")
@@ -31,7 +33,7 @@ def pair() -> ModelPair:
 def p_value(
     pair: ModelPair,
     verifier: Verifier,
-    num_speculative_tokens: int,
+    num_speculative_tokens: int | str,
     samples: int,
     *,
     length: int = 4,
@@ -46,7 +48,7 @@ def p_value(
         input_ids=torch.tensor([PROMPT]).expand(samples, -1),
         verifier=verifier,
         num_speculative_tokens=num_speculative_tokens,
-        max_new_tokens=max(length, num_speculative_tokens + 1),  # room for a whole block
+        max_new_tokens=max(length, 5 + 1),  # room for a whole block
         temperature=temperature,
         batch_size=batch_size,
         bonus=bonus,
@@ -95,6 +97,16 @@ def test_sequences_follow_nu_over_many_samples(
 ) -> None:
     p = p_value(pair, VERIFIERS[name], num_speculative_tokens, samples, batch_size=batch_size, seed=100_000)
     assert p > REJECT
+
+
+@pytest.mark.parametrize("plan", [[0, 3, 1, 2], [2, 0, 0, 5], [1, 4, 0, 1]])
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_sequences_follow_nu_when_draft_lengths_change(
+    pair: ModelPair, name: str, plan: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = itertools.cycle(plan)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, room: min(next(lengths), room))
+    assert p_value(pair, VERIFIERS[name], "auto", 6000) > REJECT
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [0, 1, 2, 3, 5])

@@ -39,9 +39,7 @@ def attend(
         query = query.reshape(batch, heads // groups, groups * width, -1)
         if width > 1:  # a mask of one row fits every row
             attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling
-    )
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(batch, heads, width, -1).transpose(1, 2).contiguous(), None
 
 

@@ -8,6 +8,7 @@ MOST = 8  # drafted tokens per block at the most
 FIRST = 4  # what the first block drafts, when nothing is known
 MEMORY = 0.98  # weight of a drafted token's outcome after one more outcome: about the last 50 count
 SMOOTHING = 0.2  # weight of the newest time
+SHARED = 0.05  # the same for the times of other draft lengths
 PATIENCE = 16  # blocks of the target alone before drafting is tried again; doubles while it does not pay
 MOST_PATIENCE = 256
 
@@ -72,9 +73,9 @@ class DraftLength:
         if n:
             known = draft_seconds / n if self.draft_seconds is None else self.draft_seconds
             self.draft_seconds = known + SMOOTHING * (draft_seconds / n - known)
-        if n in self.block_seconds:
-            # Contexts grow and batches shrink: what one number shows of that holds for the others as well.
-            ratio = 1 + SMOOTHING * (block_seconds / self.block_seconds[n] - 1)
-            self.block_seconds = {m: ratio * t for m, t in self.block_seconds.items()}
-        else:
-            self.block_seconds[n] = block_seconds
+        known = self.block_seconds.setdefault(n, block_seconds)
+        off = block_seconds / known - 1
+        # Contexts grow and batches shrink: some of what one number shows of that holds for the others as well.
+        self.block_seconds = {
+            m: t * (1 + (SMOOTHING if m == n else SHARED) * off) for m, t in self.block_seconds.items()
+        }
