@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diversed import ModelPair, StaticEnsemble, generate
-from diversed.engine.cache import SlotCache
+from diversed.engine.cache import SlotCache, visible
 from diversed.engine.decoder import Decoder
 from diversed.engine.loop import Generating
 from models import FAMILIES, noisy, pad_left, random_prompts, tiny
@@ -55,7 +55,7 @@ def run_checked(pair: ModelPair, monkeypatch: pytest.MonkeyPatch, **settings: An
         before.update({s.index: len(s.ids) for s in active})
         return draft_block(draft, active, *args)
 
-    monkeypatch.setattr(engine, "Decoder", Recorded)
+    monkeypatch.setattr("diversed.engine.pair.Decoder", Recorded)
     monkeypatch.setattr(engine, "draft_block", checked)
     generate(pair, **pad_left(PROMPTS), num_speculative_tokens=4, max_new_tokens=30, seed=0, **settings)
     assert len(decoders) == 2
@@ -112,7 +112,7 @@ def test_the_mask_is_causal_and_within_the_window(window: int | None) -> None:
     cache.lengths = [0, 5, 2]
     slots = cache.place(4)
     assert slots.tolist() == [[0, 1, 2, 3], [5, 6, 7, 8], [2, 3, 4, 5]]
-    mask = cache.mask(window)
+    mask = visible(slots, cache.extent, window)
     assert mask.shape == (3, 1, 4, 16)  # 9 slots, aligned
     for b in range(3):
         for t in range(4):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from diversed import Lossless, ModelPair, StaticEnsemble, Verifier, generate, verification
-from diversed.engine.cache import SlotCache
 from diversed.engine.decoder import Decoder
 from diversed.engine.draft_length import DraftLength
 from models import VERIFIERS, enumerate_exactly, four_token_pair, goodness_of_fit, table
@@ -183,16 +182,16 @@ def misplaced(monkeypatch: pytest.MonkeyPatch, model: str, error: int) -> None:
             finally:
                 self.lengths = [n - wrong for n in self.lengths]
 
-    monkeypatch.setattr(engine, "Decoder", OffByOne)
+    monkeypatch.setattr("diversed.engine.pair.Decoder", OffByOne)
 
 
 def one_slot_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that reaches one slot beyond the token's own: what a rejected draft left there is seen."""
 
-    def mask(cache: SlotCache, window: int | None = None) -> Tensor:
-        return (torch.arange(cache.extent) <= cache.slots.unsqueeze(-1) + 1).unsqueeze(1)
+    def visible(slots: Tensor, extent: int, window: int | None = None) -> Tensor:
+        return (torch.arange(extent) <= slots.unsqueeze(-1) + 1).unsqueeze(1)
 
-    monkeypatch.setattr(SlotCache, "mask", mask)
+    monkeypatch.setattr("diversed.engine.decoder.visible", visible)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {

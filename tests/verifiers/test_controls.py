@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from diversed.verifiers import DistanceRule, EntropyRule, FavouriteRule
+from diversed.verification import total_variation
+from diversed.verifiers import DistanceRule, EntropyRule, FavouriteRule, SetAcceptance
 
 
 def test_weight_is_one_below_the_threshold_and_zero_above():
@@ -42,3 +43,17 @@ def test_the_favourite_rule_is_strict_where_the_target_dislikes_the_drafts_favou
 def test_a_threshold_that_is_no_probability_is_refused(rule):
     with pytest.raises(ValueError, match="threshold="):
         rule(1.5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.7, 1.0])
+def test_a_set_acceptance_is_met_wherever_lossless_accepts_less(rate):
+    p, q = torch.randn(2, 50, 20, generator=torch.Generator().manual_seed(0)).mul(2).softmax(-1)
+    nu = SetAcceptance(rate)(p, q, p, q)
+    acceptance, lossless = 1 - total_variation(nu, q), 1 - total_variation(p, q)
+    torch.testing.assert_close(acceptance, lossless.clamp_min(rate))
+    assert torch.equal(SetAcceptance(rate).weight(p, p, p, p), torch.full((50,), float(rate < 1)))
+
+
+def test_a_rate_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="rate="):
+        SetAcceptance(1.2)

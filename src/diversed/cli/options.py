@@ -29,8 +29,21 @@ QualityOption = Annotated[
     float | None,
     typer.Option(help="The dial, 0 to 1: 0.5 is the verifier as it is, 1 exactly the target, 0 takes every draft."),
 ]
+
+
+def tokens_or_auto(text: str) -> Any:
+    return text if text == "auto" or not text.isdecimal() else int(text)  # what is neither, the engine refuses
+
+
 TokensOption = Annotated[
-    int, typer.Option("--num-speculative-tokens", "-N", help="Drafted tokens per target pass; 0: the target alone.")
+    Any,
+    typer.Option(
+        "--num-speculative-tokens",
+        "-N",
+        parser=tokens_or_auto,
+        metavar="N|auto",
+        help="Drafted tokens per target pass; 0: the target alone; auto: what pays best, found out along the way.",
+    ),
 ]
 TemperatureOption = Annotated[float, typer.Option(help="Sampling temperature of both models; 0 is greedy.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16, for both models.")]

@@ -147,7 +147,7 @@ def figures(out: Any) -> str:
 
 
 def generation_row(
-    pair: Any, out: Any, verifier: str, quality: float | None, n: int, temperature: float, seed: int, prompt: str
+    pair: Any, out: Any, verifier: str, quality: float | None, n: int | str, temperature: float, seed: int, prompt: str
 ) -> dict[str, Any]:
     from diversed.evaluation.settings import Setting
 

@@ -18,14 +18,15 @@ class SlotCache(Cache):  # type: ignore[misc]
     A token at position s of its sequence lies in slot s of its row; ``lengths[b]`` slots of row b hold kept tokens.
     What lies beyond is left over from rejected drafts, padding or a former tenant: no query looks past its own slot,
     and the next tokens overwrite it. Rolling back is therefore nothing but a smaller length, exact for every row and
-    for sliding-window layers too, whose window is a matter of the mask (:meth:`mask`) and not of storage.
+    for sliding-window layers too, whose window is a matter of the mask and not of storage.
 
     Lengths live on the host, which knows them without asking a device.
     """
 
-    def __init__(self, batch: int, device: torch.device) -> None:
+    def __init__(self, batch: int, device: torch.device, capacity: int | None = None) -> None:
         super().__init__(layers=[])
         self.device = device
+        self.capacity = capacity  # slots of the buffers, for good; they grow on demand where None
         self.lengths = [0] * batch
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
@@ -36,20 +37,11 @@ class SlotCache(Cache):  # type: ignore[misc]
     def place(self, width: int) -> Tensor:
         """Reserve ``width`` slots after each row's length for the next forward pass; returns them, [B, width]."""
         end = max(self.lengths) + width
-        self.extent = -(-end // ALIGNED) * ALIGNED
+        self.extent = self.capacity or -(-end // ALIGNED) * ALIGNED
         # When all rows stand at the same length, a slice replaces the scatter.
         self.start = self.lengths[0] if len(set(self.lengths)) == 1 else None
         self.slots = (torch.tensor(self.lengths).unsqueeze(1) + torch.arange(width)).to(self.device)
         return self.slots
-
-    def mask(self, window: int | None = None) -> Tensor:
-        """Which slots each placed token may look at: boolean [B, 1, width, extent]; causal, within ``window``."""
-        key = torch.arange(self.extent, device=self.device)
-        query = self.slots.unsqueeze(-1)
-        allowed = key <= query
-        if window is not None:
-            allowed &= key > query - window
-        return allowed.unsqueeze(1)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -60,7 +52,8 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _write(self, buffers: dict[int, Tensor], layer: int, states: Tensor) -> Tensor:
         buffer = buffers.get(layer)
         if buffer is None or buffer.shape[2] < self.extent:
-            buffer = buffers[layer] = grown(buffer, states, -(-self.extent // CHUNK) * CHUNK + CHUNK)
+            capacity = self.capacity or -(-self.extent // CHUNK) * CHUNK + CHUNK
+            buffer = buffers[layer] = grown(buffer, states, capacity)
         if self.start is not None:
             buffer[:, :, self.start : self.start + states.shape[2]] = states
         else:
@@ -82,7 +75,8 @@ class SlotCache(Cache):  # type: ignore[misc]
             for layer, states in theirs.items():
                 buffer = ours.get(layer)
                 if buffer is None or buffer.shape[2] < longest:
-                    buffer = ours[layer] = grown(buffer, states, states.shape[2], len(self.lengths))
+                    capacity = self.capacity or states.shape[2]
+                    buffer = ours[layer] = grown(buffer, states, capacity, len(self.lengths))
                 buffer[torch.tensor(rows, device=buffer.device), :, :longest] = states[:, :, :longest]
         for row, length in zip(rows, other.lengths, strict=True):
             self.lengths[row] = length
@@ -97,6 +91,17 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self.keys)
+
+
+def visible(slots: Tensor, extent: int, window: int | None = None) -> Tensor:
+    """Which of ``extent`` slots the tokens in ``slots`` [B, T] may look at: boolean [B, 1, T, extent]; causal, within
+    ``window``."""
+    key = torch.arange(extent, device=slots.device)
+    query = slots.unsqueeze(-1)
+    allowed = key <= query
+    if window is not None:
+        allowed &= key > query - window
+    return allowed.unsqueeze(1)
 
 
 def grown(buffer: Tensor | None, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:

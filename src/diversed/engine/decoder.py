@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,22 +11,38 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from diversed.engine.attention import grouped_attention
-from diversed.engine.cache import SlotCache
+from diversed.engine.cache import SlotCache, visible
+from diversed.engine.compiled import CompiledStep, capacity_for
 
 PREFILL_CHUNK = 1024  # prompt tokens per forward pass: bounds the memory of masks and activations
 
 
 class Decoder:
-    """A causal LM over a batch of sequences. ``lengths`` (one per row) says how much of each is cached."""
+    """A causal LM over a batch of sequences. ``lengths`` (one per row) says how much of each is cached.
 
-    def __init__(self, model: PreTrainedModel, batch: int, vocab_size: int) -> None:
+    Args:
+        step: the model's compiled pass, for one sequence; with it ``capacity``, the most slots a row may need, and
+            ``widths``, how many tokens its graphs take.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        vocab_size: int,
+        step: CompiledStep | None = None,
+        capacity: int | None = None,
+        widths: Sequence[int] = (),
+    ) -> None:
         self.model = model
         self.vocab_size = vocab_size
         self.device = model.get_input_embeddings().weight.device
-        self.cache = SlotCache(batch, self.device)
+        self.cache = SlotCache(batch, self.device, None if capacity is None else capacity_for(capacity))
+        self.step, self.widths = step, widths
         self._config = model.config.get_text_config(decoder=True)
         self._cache_keyword = cache_keyword(model)
         self._embeddings = model.get_input_embeddings().weight.shape[0]
+        self._context = context_length(model)
 
     @property
     def lengths(self) -> list[int]:
@@ -67,12 +84,17 @@ class Decoder:
         Returns:
             logits [B, K, V] in float32 and hidden states [B, K, H], those that enter the output layer.
         """
-        slots = self.cache.place(tokens.shape[1])
-        # Padding can stand beyond the context of a model with learned positions: any legal position will do there.
-        context = context_length(self.model)
-        positions = slots if context is None else slots.clamp(max=context - 1)
         # A token the draft has no embedding for (a special token of the target alone) is fed as its last one.
         tokens = tokens.clamp(max=self._embeddings - 1)
+        width = next((w for w in self.widths if w >= tokens.shape[1]), None)
+        if self.step is not None and width is not None and self.cache.keys:
+            logits, hidden = self._feed_compiled(self.step, tokens, at, width)
+        else:
+            logits, hidden = self._feed_eagerly(tokens, at)
+        return align_vocabulary(logits, self.vocab_size), hidden
+
+    def _feed_eagerly(self, tokens: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        slots = self.cache.place(tokens.shape[1])
         seen: list[Tensor] = []
 
         def select(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -83,31 +105,61 @@ class Decoder:
 
         hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
-            kwargs = {self._cache_keyword: self.cache}
             with grouped_attention(self._config):
                 logits = self.model(
-                    input_ids=tokens, position_ids=positions, attention_mask=self._masks(), use_cache=True, **kwargs
+                    input_ids=tokens,
+                    position_ids=self._positions(slots),
+                    attention_mask=attention_masks(self.model, slots, self.cache.extent),
+                    use_cache=True,
+                    **{self._cache_keyword: self.cache},
                 ).logits
         finally:
             hook.remove()
-        return align_vocabulary(logits.float(), self.vocab_size), seen[0]
+        return logits.float(), seen[0]
 
-    def _masks(self) -> Tensor | dict[str, Tensor]:
-        """The explicit attention mask, one per kind of layer where the model mixes kinds."""
-        window = getattr(self._config, "sliding_window", None)
-        kinds = set(getattr(self._config, "layer_types", None) or [])
-        if not kinds:
-            uses_window = window is not None and getattr(self._config, "use_sliding_window", True)
-            return self._additive(self.cache.mask(window if uses_window else None))
-        windows = {"full_attention": None, "sliding_attention": window}
-        masks = {kind: self._additive(self.cache.mask(windows[kind])) for kind in kinds}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+    def _feed_compiled(self, step: CompiledStep, tokens: Tensor, at: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Filled up to ``width`` tokens: what the filling writes lies beyond every kept length."""
+        slots = self.cache.place(width)
+        tokens = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]))
+        layers = range(len(self.cache.keys))
+        keys, values = ([kind[i] for i in layers] for kind in (self.cache.keys, self.cache.values))
+        logits, hidden = step(tokens, self._positions(slots), slots, keys, values)
+        return logits[:, at[0]], hidden[:, at[0]]
 
-    def _additive(self, allowed: Tensor) -> Tensor:
-        """0 where a token may look and the dtype's smallest number elsewhere. SDPA takes booleans as well, but would
-        turn them into this once per layer."""
-        dtype = self.model.dtype
-        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+    def warm_up(self) -> None:
+        """Compile now what is not compiled yet. Overwrites no kept token."""
+        if self.step is None or not self.cache.keys:
+            return
+        for width in self.widths:
+            if (width, self.cache.capacity) not in self.step.graphs:
+                tokens = torch.zeros(1, width, dtype=torch.long, device=self.device)
+                self.feed(tokens, torch.zeros(1, 1, dtype=torch.long, device=self.device))
+
+    def _positions(self, slots: Tensor) -> Tensor:
+        # Padding can stand beyond the context of a model with learned positions: any legal position will do there.
+        return slots if self._context is None else slots.clamp(max=self._context - 1)
+
+
+def attention_masks(model: PreTrainedModel, slots: Tensor, extent: int) -> Tensor | dict[str, Tensor]:
+    """The explicit mask of tokens in ``slots`` over ``extent`` slots, one per kind of layer where a model mixes kinds.
+
+    0 where a token may look and the dtype's smallest number elsewhere. SDPA takes booleans as well, but would turn
+    them into this once per layer.
+    """
+    config = model.config.get_text_config(decoder=True)
+
+    def additive(window: int | None) -> Tensor:
+        hidden = ~visible(slots, extent, window)
+        return torch.zeros_like(hidden, dtype=model.dtype).masked_fill_(hidden, torch.finfo(model.dtype).min)
+
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if not kinds:
+        uses_window = window is not None and getattr(config, "use_sliding_window", True)
+        return additive(window if uses_window else None)
+    windows = {"full_attention": None, "sliding_attention": window}
+    masks = {kind: additive(windows[kind]) for kind in sorted(kinds)}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def align_vocabulary(logits: Tensor, size: int) -> Tensor:

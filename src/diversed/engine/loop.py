@@ -121,12 +121,20 @@ def decode(
     """Run sequences together, at most ``batch_size`` at a time. Those that finish make room for those that wait."""
     sampler, most = settings.sampler, settings.num_speculative_tokens
     active, waiting = sequences[:batch_size], sequences[batch_size:][::-1]
-    target = Decoder(pair.target, len(active), pair.vocab_size)
+    longest = max(s.prompt_length + s.max_new_tokens for s in sequences)
+    target = pair.decoder(pair.target, len(active), longest, {1, most + 1})
     speculates = most > 0 or settings.bonus == "verifier"
-    draft = Decoder(pair.draft, len(active), pair.vocab_size) if speculates else None
+    draft = pair.decoder(pair.draft, len(active), longest, {1, 2}) if speculates else None
     watch = Stopwatch([target.device] + ([draft.device] if draft else []))
     names = (pair.target_name, pair.draft_name, type(settings.verifier).__name__)
     target.prefill([s.ids[:-1] for s in active])
+    if pair.compiled:
+        if draft is not None:
+            draft.prefill([s.ids[:-1] for s in active])
+        watch.book("prefill")
+        for decoder in filter(None, (target, draft)):
+            decoder.warm_up()
+        watch.book("compile")
     while active:
         n = most if settings.length is None else settings.length.choose(max(s.remaining for s in active) - 1)
         # A sequence that is about to end drafts less, so that its tokens do not depend on its neighbours.

@@ -13,17 +13,19 @@ Origin = Literal["accepted", "recovered", "bonus"]
 
 @dataclass
 class TimeSplit:
-    """Wall time in seconds. ``rest`` is whatever no other part claims: tokenising, bookkeeping, callbacks."""
+    """Wall time in seconds. ``rest`` is whatever no other part claims: tokenising, bookkeeping, callbacks.
+    ``compile`` is what a compiled pair waits for once (``total`` leaves it out)."""
 
     prefill: float = 0.0
     draft: float = 0.0
     target: float = 0.0
     verification: float = 0.0
     rest: float = 0.0
+    compile: float = 0.0
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, f.name) for f in fields(self)))
+        return float(sum(getattr(self, f.name) for f in fields(self))) - self.compile
 
     def __add__(self, other: TimeSplit) -> TimeSplit:
         return TimeSplit(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from diversed.engine.decoder import check_supported, context_length
+from diversed.engine.compiled import CompiledStep
+from diversed.engine.decoder import Decoder, attention_masks, cache_keyword, check_supported, context_length
 from diversed.engine.draft_length import DraftLength
 from diversed.engine.packing import pack_linears
 from diversed.verifiers import Verifier
@@ -29,6 +30,9 @@ class ModelPair:
     Args:
         target, draft: causal language models of transformers with full or sliding-window attention.
         tokenizer: theirs; may be None where prompts come as ``input_ids``.
+        compiled: decode single sequences with torch.compile: the first ones of a new length bracket wait for the
+            compiler (seconds to a minute or two; ``stats.time.compile``), the others save what starting hundreds of
+            small operations costs. Batches are decoded as without it.
         target_name, draft_name: what heads and results call them; taken from the models' configs where empty.
 
     Raises:
@@ -40,6 +44,7 @@ class ModelPair:
     tokenizer: PreTrainedTokenizerBase | None = None
     target_name: str = ""
     draft_name: str = ""
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         check_supported(self.target, "target")
@@ -49,6 +54,7 @@ class ModelPair:
         self.target_name = self.target_name or self.target.config._name_or_path or type(self.target).__name__
         self.draft_name = self.draft_name or self.draft.config._name_or_path or type(self.draft).__name__
         rows = self.target.get_output_embeddings().out_features
+        self._steps: dict[int, CompiledStep] = {}
         self._draft_lengths: dict[tuple[Verifier, float], DraftLength] = {}
         # Sizes are often padded for speed; rows beyond the tokenizer were never trained.
         self.vocab_size = min(rows, len(self.tokenizer)) if self.tokenizer is not None else rows
@@ -62,6 +68,7 @@ class ModelPair:
         dtype: torch.dtype | str = "auto",
         device_map: Any = None,
         draft_device_map: Any = None,
+        compiled: bool = False,
         **kwargs: Any,
     ) -> ModelPair:
         """Load both models for inference and check that they share a tokenizer.
@@ -74,6 +81,7 @@ class ModelPair:
                 dequantised on loading; needs the extra ``gguf``).
             dtype: of both models; verification always runs in float32.
             device_map: as in transformers (needs accelerate); ``draft_device_map`` where the draft goes elsewhere.
+            compiled: see the class.
             kwargs: passed on to ``AutoModelForCausalLM.from_pretrained`` for both.
         """
         tokenizer = load_tokenizer(target, "target")
@@ -85,17 +93,18 @@ class ModelPair:
             tokenizer,
             target_name=str(target),
             draft_name=str(draft),
+            compiled=compiled,
         )
-        for model in (pair.target, pair.draft):
+        for model in () if compiled else (pair.target, pair.draft):  # compiled graphs pack weights by themselves
             pack_linears(model)
         return pair
 
     @classmethod
-    def embedded(cls, *, dtype: torch.dtype = torch.float32) -> ModelPair:
+    def embedded(cls, *, dtype: torch.dtype = torch.float32, compiled: bool = False) -> ModelPair:
         """The pair inside the package: two small Llama models that solve word problems. No download."""
         from diversed.pairs import DRAFT, TARGET
 
-        pair = cls.from_pretrained(TARGET, DRAFT, dtype=dtype)
+        pair = cls.from_pretrained(TARGET, DRAFT, dtype=dtype, compiled=compiled)
         pair.target_name, pair.draft_name = "diversed/embedded-target", "diversed/embedded-draft"
         return pair
 
@@ -114,6 +123,14 @@ class ModelPair:
     def verification_device(self) -> torch.device:
         """Where the target's logits come out."""
         return next(self.target.get_output_embeddings().parameters(), torch.empty(0)).device  # packed ones: the CPU
+
+    def decoder(self, model: PreTrainedModel, batch: int, longest: int, widths: Iterable[int]) -> Decoder:
+        """One of the two models over a batch whose sequences end with ``longest`` tokens, fed ``widths`` at a time."""
+        if not self.compiled or batch > 1:
+            return Decoder(model, batch, self.vocab_size)
+        if id(model) not in self._steps:
+            self._steps[id(model)] = CompiledStep(model, attention_masks, cache_keyword(model))
+        return Decoder(model, 1, self.vocab_size, self._steps[id(model)], longest + max(widths), sorted(widths))
 
     def draft_length(self, verifier: Verifier, temperature: float) -> DraftLength:
         """What earlier calls with this verifier have learned about how much to draft."""

@@ -16,6 +16,7 @@ from diversed.verifiers import (
     FavouriteRule,
     LearnedEnsemble,
     Lossless,
+    SetAcceptance,
     StaticEnsemble,
     Verifier,
 )
@@ -24,6 +25,7 @@ RULES: dict[str, tuple[Callable[[float], Verifier], str]] = {
     "entropy": (EntropyRule, "a threshold in nats, say entropy:0.7"),
     "tv": (DistanceRule, "a threshold between 0 and 1, say tv:0.6"),
     "favourite": (FavouriteRule, "a probability, say favourite:0.1"),
+    "acceptance": (SetAcceptance, "a rate, say acceptance:0.7"),
 }
 TARGET_ONLY, DRAFT_ONLY = "target-only", "draft-only"
 
@@ -34,8 +36,8 @@ def load_verifier(spec: str) -> Verifier:
 
     ``lossless``; ``static:0.7`` (the weight on the target); the training-free rules ``entropy:0.7`` (strict below so
     many nats), ``tv:0.6`` (strict above that TV) and ``favourite:0.1`` (strict where p of the draft's favourite lies
-    below); ``learned`` or ``learned:tally`` (the embedded pair's heads); or the folder or Hub id of a trained head, or
-    a training run's folder.
+    below); ``acceptance:0.7`` (that rate, whatever the models: to size the gain); ``learned`` or ``learned:tally``
+    (the embedded pair's heads); or the folder or Hub id of a trained head, or a training run's folder.
     """
     kind, _, argument = spec.partition(":")
     if spec == "lossless":

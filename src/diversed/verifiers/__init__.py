@@ -1,6 +1,6 @@
 """Verifiers: maps (target_probs, draft_probs, target_hidden, draft_hidden) to a verification distribution."""
 
-from diversed.verifiers.controls import DistanceRule, EntropyRule, FavouriteRule
+from diversed.verifiers.controls import DistanceRule, EntropyRule, FavouriteRule, SetAcceptance
 from diversed.verifiers.ensemble import Lossless, StaticEnsemble, Verifier, scale_odds
 from diversed.verifiers.learned import EnsembleHead, LearnedEnsemble
 
@@ -11,6 +11,7 @@ __all__ = [
     "FavouriteRule",
     "LearnedEnsemble",
     "Lossless",
+    "SetAcceptance",
     "StaticEnsemble",
     "Verifier",
     "scale_odds",

@@ -52,3 +52,21 @@ class FavouriteRule(Ensemble):
     def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
         favourite = draft_probs.argmax(-1, keepdim=True)
         return (target_probs.gather(-1, favourite).squeeze(-1) < self.threshold).to(target_probs.dtype)
+
+
+@dataclass(frozen=True)
+class SetAcceptance(Ensemble):
+    """Accept at a set rate whatever the models: w = (1 - rate) / TV(p, q), at most 1, so that 1 - w TV = ``rate``.
+
+    For sizing what acceptance would be worth before anything is trained, also with random weights. Positions that
+    lossless verification accepts more often keep doing so. The text follows neither model in particular.
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        check_fraction("rate", self.rate)
+
+    def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+        distance = total_variation(target_probs, draft_probs)
+        return ((1 - self.rate) / distance.clamp_min(torch.finfo(distance.dtype).tiny)).clamp(max=1)

@@ -1,0 +1,74 @@
+"""Packed linear layers: the same numbers to the last bit, only where they help, nothing else touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from diversed import ModelPair, generate
+from diversed.engine import packing
+from diversed.engine.packing import PackedLinear, pack_linears, packing_works
+from models import random_prompts, tiny
+
+needs_packing = pytest.mark.skipif(not packing_works(), reason="this torch or processor has no packed bf16 products")
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 48), (1, 6, 48), (8, 6, 48), (3, 0, 48)])
+def test_a_packed_layer_gives_the_same_numbers(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 80, bias=bias).bfloat16()
+    inputs = torch.randn(shape).bfloat16()
+    packed = PackedLinear(layer)
+    torch.testing.assert_close(packed(inputs), layer(inputs), rtol=2e-2, atol=2e-2)
+    assert packed(inputs).shape == (*shape[:-1], 80)
+    assert not list(packed.buffers())  # nothing that .to() would move
+
+
+@needs_packing
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_packed_model_decodes_as_the_plain_one(family: str) -> None:
+    plain, packed = (tiny(family).bfloat16() for _ in range(2))
+    pack_linears(packed)
+    assert sum(isinstance(m, PackedLinear) for m in packed.modules()) == 15  # 7 in each of two layers, and the output
+    ids = torch.tensor(random_prompts([30, 30]))
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(ids).logits, plain(ids).logits, rtol=2e-2, atol=2e-2)
+    settings = {"input_ids": ids, "max_new_tokens": 20, "temperature": 0.0}
+    pairs = [ModelPair(m, m, target_name="m", draft_name="m") for m in (plain, packed)]
+    assert pairs[0].hidden_sizes == pairs[1].hidden_sizes
+    assert pairs[0].vocab_size == pairs[1].vocab_size
+    first, second = (generate(pair, **settings) for pair in pairs)
+    assert first.token_ids == second.token_ids
+
+
+def test_other_dtypes_and_other_layers_stay_as_they_are() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = tiny("llama")
+    pack_linears(model)
+    assert not any(isinstance(m, PackedLinear) for m in model.modules())
+    model.bfloat16()
+    model.model.layers[0].mlp.up_proj.__class__ = Special
+    pack_linears(model)
+    assert isinstance(model.model.layers[0].mlp.up_proj, Special)
+
+
+def test_where_packing_fails_models_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "packing_works", lambda: False)
+    model = tiny("llama").bfloat16()
+    pack_linears(model)
+    assert not any(isinstance(m, PackedLinear) for m in model.modules())
+
+
+@needs_packing
+def test_pairs_that_are_loaded_are_packed_and_pairs_that_are_given_are_not(tmp_path: Path) -> None:
+    assert isinstance(ModelPair.embedded(dtype=torch.bfloat16).target.lm_head, PackedLinear)
+    assert isinstance(ModelPair.embedded().target.lm_head, nn.Linear)
+    model = tiny("llama").bfloat16()
+    assert isinstance(ModelPair(model, model).target.lm_head, nn.Linear)
