@@ -30,7 +30,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
 
 from diversed import Lossless, ModelPair, StaticEnsemble, Verifier, generate
-from diversed.engine.decoder import Decoder
 from diversed.engine.packing import pack_linears
 from diversed.tasks import load_task
 from diversed.verifiers import SetAcceptance
@@ -69,7 +68,7 @@ def forward_passes(pair: ModelPair, ids: Tensor, repeats: int) -> dict[str, floa
     """Seconds of bare passes behind ``ids`` [B, P], the three kinds taking turns."""
     decoders = []
     for model, width in ((pair.target, 1), (pair.target, N + 1), (pair.draft, 1)):
-        decoder = Decoder(model, len(ids), pair.vocab_size)
+        decoder = pair.decoder(model, len(ids), ids.shape[1] + 64, {width})
         decoder.prefill(ids.tolist())
         rows = torch.arange(width, device=decoder.device).expand(len(ids), -1)
         decoders.append((decoder, ids[:, :width].to(decoder.device), rows))
@@ -139,13 +138,13 @@ def take_turns(contenders: dict[str, Contender], repeats: int) -> dict[str, list
 
 def compare(
     name: str, pair: ModelPair, peers: tuple[PreTrainedModel, PreTrainedModel] | None, prompts: list[Tensor],
-    weight: float, tokens: int, repeats: int, verifier: Verifier | None = None, more: dict[str, tuple[Verifier, Any]] | None = None,
+    weight: float, tokens: int, repeats: int, verifier: Verifier | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One row: a pair at the batch size of ``prompts[0]``; repeats cycle through the prompts."""
     relaxed = verifier or StaticEnsemble(weight)
     kinds: dict[str, tuple[Verifier, Any]] = {
         "target_only": (Lossless(), 0), "relaxed": (relaxed, N), "auto": (relaxed, "auto"), "lossless": (Lossless(), N),
-        "lossless_auto": (Lossless(), "auto"), **(more or {}),
+        "lossless_auto": (Lossless(), "auto"),
     }  # fmt: skip
     results: dict[str, list[tuple[int, float, Any]]] = {}
     for i in range(repeats):
@@ -177,7 +176,8 @@ def compare(
     blocks = sum(s.target_calls for s in stats) / len(prompts[0])
     row = {
         "pair": name, "batch": len(prompts[0]), "prompt_tokens": prompts[0].shape[1], "new_tokens": tokens,
-        "num_speculative_tokens": N, "weight": weight if verifier is None else None, "dtype": str(pair.target.dtype)[6:],
+        "num_speculative_tokens": N, "weight": weight if verifier is None else None,
+        "dtype": str(pair.target.dtype).removeprefix("torch."), "compiled": pair.compiled,
         "repeats": repeats, "acceptance_rate": sum(sum(s.accepted) for s in stats) / sum(sum(s.drafted) for s in stats),
         "tokens_per_target_call": sum(s.tokens for s in stats) / sum(s.target_calls for s in stats),
         "forward_ms": {k: 1e3 * v for k, v in bare.items()},
@@ -225,8 +225,8 @@ def peak_memory(target: str, draft: str, n: int, queue: Any) -> None:
     queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def embedded(repeats: int, dtype: torch.dtype) -> dict[str, Any]:
-    pair = ModelPair.embedded(dtype=dtype)
+def embedded(repeats: int, dtype: torch.dtype, compiled: bool) -> dict[str, Any]:
+    pair = ModelPair.embedded(dtype=dtype, compiled=compiled)
     peers = tuple(AutoModelForCausalLM.from_pretrained(EMBEDDED / r, dtype=dtype).eval() for r in ("target", "draft"))
     assert pair.tokenizer is not None
     examples = load_task("shop", split="test", n=8).examples
@@ -234,14 +234,16 @@ def embedded(repeats: int, dtype: torch.dtype) -> dict[str, Any]:
     return compare("embedded", pair, peers, prompts, weight=0.2, tokens=64, repeats=repeats)  # type: ignore[arg-type]
 
 
-def real(target: str, draft: str, repeats: int) -> list[dict[str, Any]]:
-    pair = ModelPair.from_pretrained(target, draft, dtype=torch.bfloat16)
+def real(target: str, draft: str, repeats: int, compiled: bool) -> list[dict[str, Any]]:
+    pair = ModelPair.from_pretrained(target, draft, dtype=torch.bfloat16, compiled=compiled)
     peers = tuple(AutoModelForCausalLM.from_pretrained(m, dtype=torch.bfloat16).eval() for m in (target, draft))
     generator = torch.Generator().manual_seed(0)
     rows = []
-    for batch in (1, 8):
+    for batch in (1,) if compiled else (1, 8):
         prompts = [torch.randint(100, pair.vocab_size - 100, (batch, 350), generator=generator) for _ in range(4)]
         rows.append(compare(Path(target).name, pair, peers, prompts, 0.2, 64, repeats))  # type: ignore[arg-type]
+    if compiled:
+        return rows
     one = [p[:1] for p in prompts]
     for verifier in (Lossless(), StaticEnsemble(0.5), StaticEnsemble(0.2)):
         rows.append(
@@ -262,7 +264,7 @@ def real(target: str, draft: str, repeats: int) -> list[dict[str, Any]]:
 
 
 def random_weights(target: str, draft: str, device: str, repeats: int, tokens: int) -> list[dict[str, Any]]:
-    """True shapes and a verifier that accepts 0.7 whatever the models; transformers at the weight that gives as much."""
+    """True shapes and a verifier that accepts 0.7 whatever the models; transformers at the weight that does so."""
     pair = ModelPair(random_llama(target, device), random_llama(draft, device), target_name=target, draft_name=draft)
     peers = (copy.deepcopy(pair.target), copy.deepcopy(pair.draft))
     for model in (pair.target, pair.draft):
@@ -310,11 +312,11 @@ def main() -> None:
         check_against_cpu("cuda")
         rows = random_weights("llama-8b", "llama-1b", "cuda", args.repeats, 64)
     else:
-        rows = [embedded(args.repeats, torch.float32)]
+        rows = [embedded(args.repeats, torch.bfloat16, compiled=True), embedded(args.repeats, torch.bfloat16, False)]
         if args.full:
-            rows.append(embedded(args.repeats, torch.bfloat16))
+            rows += [embedded(args.repeats, torch.float32, compiled) for compiled in (True, False)]
             if args.target and args.draft:
-                rows += real(args.target, args.draft, args.repeats)
+                rows += [r for c in (False, True) for r in real(args.target, args.draft, args.repeats, c)]
             rows += random_weights("llama-1b", "llama-1b-4-layers", "cpu", max(3, args.repeats // 2), 32)
     versions = {
         "torch": torch.__version__,

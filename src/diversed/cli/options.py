@@ -31,8 +31,9 @@ QualityOption = Annotated[
 ]
 
 
-def tokens_or_auto(text: str) -> Any:
-    return text if text == "auto" or not text.isdecimal() else int(text)  # what is neither, the engine refuses
+def tokens_or_auto(given: str | int) -> Any:
+    text = str(given)  # a default comes as it is
+    return int(text) if text.isdecimal() else text  # what is neither a number nor auto, the engine refuses
 
 
 TokensOption = Annotated[
@@ -50,6 +51,12 @@ DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float
 DeviceOption = Annotated[
     str | None, typer.Option(help="As transformers' device_map: cuda:0, auto, ... (needs accelerate).")
 ]
+CompileOption = Annotated[
+    bool,
+    typer.Option(
+        "--compile", help="Compile the forward passes of single sequences: a wait of seconds to minutes, then faster."
+    ),
+]
 SeedOption = Annotated[int, typer.Option(help="Makes the run reproducible: prompt i draws from seed + i.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the results to this file, as JSON rows.")]
 DataOption = Annotated[
@@ -58,7 +65,9 @@ DataOption = Annotated[
 TASK_HELP = "shop, tally (embedded), gsm8k, mbpp, humaneval, cnndm, xsum, wmt, or your own: rows.jsonl or my_task.py."
 
 
-def load_pair(target: str | None, draft: str | None, dtype: str = "auto", device: str | None = None) -> Any:
+def load_pair(
+    target: str | None, draft: str | None, dtype: str = "auto", device: str | None = None, **how: bool
+) -> Any:
     """The pair of --target and --draft, or the embedded one."""
     import torch
 
@@ -71,12 +80,12 @@ def load_pair(target: str | None, draft: str | None, dtype: str = "auto", device
             f"{missing} is missing: with {given!r} give both --target and --draft, or neither for the embedded pair"
         )
     if target is None or draft is None:
-        pair = ModelPair.embedded(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype))
+        pair = ModelPair.embedded(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype), **how)
         for model in (pair.target, pair.draft) if device else ():
             model.to(device)
         return pair
     with notes.status(f"loading {target} and {draft}"):
-        return ModelPair.from_pretrained(target, draft, dtype=dtype, device_map=device)
+        return ModelPair.from_pretrained(target, draft, dtype=dtype, device_map=device, **how)
 
 
 def pick_verifier(spec: str, quality: float | None) -> Any:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from diversed.cli.options import (
+    CompileOption,
     DeviceOption,
     DraftOption,
     DtypeOption,
@@ -48,6 +49,7 @@ def generate(
     origins: Annotated[bool, typer.Option(help="Colour tokens by origin instead of streaming.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    compiled: CompileOption = False,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
@@ -62,7 +64,7 @@ def generate(
     from diversed.evaluation.show import write_json
 
     text = read_prompt(prompt, file)
-    pair = load_pair(target, draft, dtype, device)
+    pair = load_pair(target, draft, dtype, device, compiled=compiled)
     chosen = pick_verifier(verifier, quality)
     kind: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat_template else {"prompts": [text]}
     printer = TokenPrinter(pair.tokenizer)
@@ -190,6 +192,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    compiled: CompileOption = False,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
@@ -200,7 +203,7 @@ def chat(
     from diversed.engine import generate as run
     from diversed.evaluation.show import write_json
 
-    pair = load_pair(target, draft, dtype, device)
+    pair = load_pair(target, draft, dtype, device, compiled=compiled)
     chosen = pick_verifier(verifier, quality)
     start: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     history, rows = list(start), list[dict[str, Any]]()

@@ -291,7 +291,7 @@ def distill(
         budget_seconds=parse_duration(budget),
     )
     home = device or this_process_gpu()
-    pair = load_pair(target, draft, dtype, home) if draft else load_alone(target, dtype, home)
+    pair = load_pair(target, draft, dtype, home, packed=False) if draft else load_alone(target, dtype, home)
     prompts: list[Any] = []
     held_out: list[Any] = []
     references: list[str | None] = []

@@ -68,20 +68,20 @@ class ModelPair:
         dtype: torch.dtype | str = "auto",
         device_map: Any = None,
         draft_device_map: Any = None,
+        packed: bool = True,
         compiled: bool = False,
         **kwargs: Any,
     ) -> ModelPair:
-        """Load both models for inference and check that they share a tokenizer.
-
-        In bf16 on a CPU, linear layers keep their weights in oneDNN's order only (:mod:`diversed.engine.packing`). To
-        save or train models, load them by yourself and give them to ``ModelPair(target, draft, tokenizer)``.
+        """Load both models and check that they share a tokenizer.
 
         Args:
             target, draft: Hub ids or folders, or GGUF files (``folder/model.gguf`` or ``user/repo/model.gguf``,
                 dequantised on loading; needs the extra ``gguf``).
             dtype: of both models; verification always runs in float32.
             device_map: as in transformers (needs accelerate); ``draft_device_map`` where the draft goes elsewhere.
-            compiled: see the class.
+            packed: in bf16 on a CPU, keep the weights of linear layers in oneDNN's order alone: the same numbers, a
+                pass over a few tokens up to twice as fast. False for models that are to be trained or saved.
+            compiled: see the class; its graphs pack weights by themselves.
             kwargs: passed on to ``AutoModelForCausalLM.from_pretrained`` for both.
         """
         tokenizer = load_tokenizer(target, "target")
@@ -95,16 +95,18 @@ class ModelPair:
             draft_name=str(draft),
             compiled=compiled,
         )
-        for model in () if compiled else (pair.target, pair.draft):  # compiled graphs pack weights by themselves
-            pack_linears(model)
+        if packed and not compiled:
+            for model in (pair.target, pair.draft):
+                pack_linears(model)
         return pair
 
     @classmethod
-    def embedded(cls, *, dtype: torch.dtype = torch.float32, compiled: bool = False) -> ModelPair:
-        """The pair inside the package: two small Llama models that solve word problems. No download."""
+    def embedded(cls, *, dtype: torch.dtype = torch.float32, **how: bool) -> ModelPair:
+        """The pair inside the package: two small Llama models that solve word problems. No download. ``packed`` and
+        ``compiled`` as for :meth:`from_pretrained`."""
         from diversed.pairs import DRAFT, TARGET
 
-        pair = cls.from_pretrained(TARGET, DRAFT, dtype=dtype, compiled=compiled)
+        pair = cls.from_pretrained(TARGET, DRAFT, dtype=dtype, **how)
         pair.target_name, pair.draft_name = "diversed/embedded-target", "diversed/embedded-draft"
         return pair
 
