@@ -15,7 +15,21 @@ from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, load_
 from diversed.evaluation.show import family, frontier_picture, frontier_table, write_json
 from diversed.evaluation.sweep import Plan, summarise, sweep
 from diversed.tasks import load_task
-from diversed.verifiers import DistanceRule, EntropyRule, FavouriteRule, LearnedEnsemble, Lossless, StaticEnsemble
+from diversed.verifiers import (
+    BlockVerification,
+    Cactus,
+    CascadeOpt,
+    CascadeToken,
+    EntropyRule,
+    FavouriteRule,
+    FuzzyRule,
+    LearnedEnsemble,
+    Lenience,
+    Lossless,
+    StaticEnsemble,
+    TopKRelaxation,
+    TypicalAcceptance,
+)
 
 SETTINGS = (Setting(TARGET_ONLY, num_speculative_tokens=0), Setting("lossless"), Setting("static:0.3", quality=0.4))
 PLAN = Plan(SETTINGS, batch_size=3, timing_n=2, seed=5)
@@ -149,9 +163,21 @@ def test_draft_only_runs_the_draft(pair, task):
     [
         ("lossless", Lossless),
         ("entropy:0.7", EntropyRule),
-        ("tv:0.6", DistanceRule),
+        ("fuzzy-tv:0.6", FuzzyRule),
         ("favourite:0.1", FavouriteRule),
         ("static:0.7", StaticEnsemble),
+        ("lenience:0.5", Lenience),
+        ("cascade-opt:-0.2", CascadeOpt),
+        ("cascade-token:0.5", CascadeToken),
+        ("cactus:0.1", Cactus),
+        ("fuzzy-kl:0.5", FuzzyRule),
+        ("fuzzy-js:0.2", FuzzyRule),
+        ("typical:0.3", TypicalAcceptance),
+        ("typical:1,inf", TypicalAcceptance),
+        ("topk:3", TopKRelaxation),
+        ("topk:3,0.2", TopKRelaxation),
+        ("block", BlockVerification),
+        ("block:static:0.5", BlockVerification),
         ("learned", LearnedEnsemble),
         ("learned:tally", LearnedEnsemble),
     ],
@@ -160,7 +186,25 @@ def test_verifiers_by_name(spec, kind):
     assert isinstance(load_verifier(spec), kind)
 
 
-@pytest.mark.parametrize("spec", ["static:", "static:x", "static:1.2", "nope", "learned:nope", "no/head"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "static:",
+        "static:x",
+        "static:1.2",
+        "static:0.5,0.5",
+        "nope",
+        "learned:nope",
+        "no/head",
+        "lenience:0",
+        "topk:1.5",
+        "topk:inf",
+        "typical:0.1,0.2,0.3",
+        "fuzzy-js",
+        "block:nope",
+        "block:typical:0.3",
+    ],
+)
 def test_unknown_verifiers_are_one_clear_error(spec, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="verifier="):

@@ -11,19 +11,38 @@ from typing import Any
 
 from diversed.engine import ModelPair
 from diversed.verifiers import (
-    DistanceRule,
+    BlockVerification,
+    Cactus,
+    CascadeOpt,
+    CascadeToken,
     EntropyRule,
     FavouriteRule,
+    FuzzyRule,
     LearnedEnsemble,
+    Lenience,
     Lossless,
     StaticEnsemble,
+    TopKRelaxation,
+    TypicalAcceptance,
     Verifier,
 )
 
-RULES: dict[str, tuple[Callable[[float], Verifier], str]] = {
+RULES: dict[str, tuple[Callable[..., Verifier], str]] = {
+    "static": (lambda weight: StaticEnsemble(weight), "a weight on the target between 0 and 1, say static:0.7"),
     "entropy": (EntropyRule, "a threshold in nats, say entropy:0.7"),
-    "tv": (DistanceRule, "a threshold between 0 and 1, say tv:0.6"),
     "favourite": (FavouriteRule, "a probability, say favourite:0.1"),
+    "lenience": (Lenience, "a number above 0 and at most 1, say lenience:0.5"),
+    "cascade-opt": (CascadeOpt, "alpha, say cascade-opt:0.2"),
+    "cascade-token": (CascadeToken, "alpha, at most 1, say cascade-token:0.5"),
+    "cactus": (Cactus, "delta, say cactus:0.1"),
+    "fuzzy-kl": (functools.partial(FuzzyRule, "kl"), "a threshold in nats, say fuzzy-kl:0.5"),
+    "fuzzy-js": (functools.partial(FuzzyRule, "js"), "a threshold in nats, say fuzzy-js:0.2"),
+    "fuzzy-tv": (functools.partial(FuzzyRule, "tv"), "a threshold between 0 and 1, say fuzzy-tv:0.6"),
+    "typical": (TypicalAcceptance, "epsilon, or epsilon,delta, say typical:0.3 or typical:0.3,0.6"),
+    "topk": (
+        lambda k, ratio=0.0: TopKRelaxation(int(k) if k == int(k) else k, ratio),
+        "k, or k,ratio, say topk:3 or topk:3,0.2",
+    ),
 }
 TARGET_ONLY, DRAFT_ONLY = "target-only", "draft-only"
 
@@ -33,23 +52,21 @@ def load_verifier(spec: str) -> Verifier:
     """A verifier from its name.
 
     ``lossless``; ``static:0.7`` (the weight on the target); the training-free rules ``entropy:0.7`` (strict below so
-    many nats), ``tv:0.6`` (strict above that TV) and ``favourite:0.1`` (strict where p of the draft's favourite lies
-    below); ``learned`` or ``learned:tally`` (the embedded pair's heads); or the folder or Hub id of a trained head, or
-    a training run's folder.
+    many nats) and ``favourite:0.1`` (strict where p of the draft's favourite lies below); the rivals of ``RULES``, by
+    their knobs; ``block`` or ``block:static:0.7`` (block verification of another verifier); ``learned`` or
+    ``learned:tally`` (the embedded pair's heads); or the folder or Hub id of a trained head, or a training run's
+    folder.
     """
     kind, _, argument = spec.partition(":")
     if spec == "lossless":
         return Lossless()
-    if kind == "static":
-        try:
-            return StaticEnsemble(float(argument))
-        except ValueError as error:
-            raise ValueError(f"verifier={spec!r}: write static:W with a weight W in [0, 1], say static:0.7") from error
-    if kind in RULES and argument:
+    if kind == "block":
+        return BlockVerification(load_verifier(argument or "lossless"))
+    if kind in RULES:
         rule, meaning = RULES[kind]
         try:
-            return rule(float(argument))
-        except ValueError as error:
+            return rule(*map(float, argument.split(",")))
+        except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"verifier={spec!r}: write {kind}:X with {meaning} ({error})") from error
     if kind == "learned":
         from diversed.pairs import HEADS
@@ -59,8 +76,8 @@ def load_verifier(spec: str) -> Verifier:
         return load_verifier(str(Path(spec) / "head"))  # a training run's folder
     if not Path(spec).is_dir() and spec.count("/") != 1:
         raise ValueError(
-            f"verifier={spec!r} is unknown: use lossless, static:W, entropy:H, learned (the embedded pair's head), or "
-            "the folder or Hub id of a trained head or a training run"
+            f"verifier={spec!r} is unknown: use lossless, block, {':X, '.join(RULES)}:X, learned (the embedded pair's "
+            "head), or the folder or Hub id of a trained head or a training run"
         )
     try:
         return LearnedEnsemble.from_pretrained(spec)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diversed.verification import total_variation
 from diversed.verifiers.ensemble import Ensemble, check_fraction
 
 
@@ -25,19 +24,6 @@ class EntropyRule(Ensemble):
         entropy: Tensor = -torch.special.xlogy(target_probs, target_probs).sum(-1)
         strict: Tensor = entropy < self.threshold
         return strict.to(target_probs.dtype)
-
-
-@dataclass(frozen=True)
-class DistanceRule(Ensemble):
-    """Strict where the models disagree: w = 1 where TV(p, q) lies above ``threshold``, else 0."""
-
-    threshold: float
-
-    def __post_init__(self) -> None:
-        check_fraction("threshold", self.threshold)
-
-    def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
-        return (total_variation(target_probs, draft_probs) > self.threshold).to(target_probs.dtype)
 
 
 @dataclass(frozen=True)
