@@ -11,9 +11,10 @@ from rich.console import Console
 
 from diversed.engine import ModelPair
 from diversed.evaluation import sweep as module
+from diversed.evaluation.rows import summarise
 from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, load_verifier
 from diversed.evaluation.show import family, frontier_picture, frontier_table, write_json
-from diversed.evaluation.sweep import Plan, summarise, sweep
+from diversed.evaluation.sweep import Plan, header_of, sweep
 from diversed.tasks import load_task
 from diversed.verifiers import (
     BlockVerification,
@@ -32,12 +33,13 @@ from diversed.verifiers import (
 )
 
 SETTINGS = (Setting(TARGET_ONLY, num_speculative_tokens=0), Setting("lossless"), Setting("static:0.3", quality=0.4))
-PLAN = Plan(SETTINGS, batch_size=3, timing_n=2, seed=5)
+PLAN = Plan(SETTINGS, batch_size=3, timing_n=2, seed=5, trace_n=4)
 KEYS = [
     "verifier", "weight", "quality", "num_speculative_tokens", "temperature", "task", "n", "score", "score_ci",
     "acceptance_rate", "acceptance_ci", "position_acceptance", "position_acceptance_ci",
     "block_efficiency", "tokens_per_target_call", "tokens_per_second",
-    "normalised_time", "speedup", "seed", "provenance",
+    "normalised_time", "speedup", "speedup_ci", "bias", "bias_ci", "total_variation", "time_split", "predicted_speedup",
+    "predicted_speedup_ci", "predicted_over_measured", "trained_on", "seed", "provenance",
 ]  # fmt: skip
 
 
@@ -58,23 +60,23 @@ def measured(pair, task):
 
 def test_every_setting_meets_every_prompt_once_per_pass(measured):
     for setting in SETTINGS:
-        timed = [m.start for m in measured if m.setting == setting and m.timed]
-        batched = [(m.start, len(m.scores)) for m in measured if m.setting == setting and not m.timed]
+        timed = [m.start for m in measured if m.setting == setting and m.kind == "timed"]
+        batched = [(m.start, len(m.scores)) for m in measured if m.setting == setting and m.kind == "scored"]
         assert sorted(timed) == [0, 1]
         assert sorted(batched) == [(0, 3), (3, 2)]
 
 
 def test_settings_take_turns_on_every_prompt():
-    order = [(s.label, start) for s, start, _, timed in PLAN.passes(5) if timed]
+    order = [(s.label, start) for s, start, _, kind, _ in PLAN.passes(5) if kind == "timed"]
     assert [start for _, start in order] == [0] * 3 + [1] * 3
     assert order[0][0] != order[3][0]
 
 
 def test_rows_equal_a_recomputation_from_the_measurements(measured, pair, task):
-    rows = summarise(measured, pair, task, PLAN)
+    rows = summarise(measured, SETTINGS, header_of(pair, task, PLAN)["provenance"])
     assert [list(r) for r in rows] == [KEYS] * 3
     for row, setting in zip(rows, SETTINGS, strict=True):
-        mine = [m for m in measured if m.setting == setting and not m.timed]
+        mine = [m for m in measured if m.setting == setting and m.kind == "scored"]
         scores = [x for m in mine for x in m.scores]
         tokens, calls = (sum(x for m in mine for x in getattr(m, k)) for k in ("tokens", "target_calls"))
         assert row["n"] == len(scores) == 5
@@ -112,7 +114,7 @@ def test_an_interrupted_sweep_goes_on_and_ends_like_an_uninterrupted_one(measure
     assert len(calls) == 5 + len(measured) - 4
 
     def counts(measurements):
-        return sorted((m.setting.label, m.start, m.timed, m.tokens, m.accepted, m.scores) for m in measurements)
+        return sorted((m.setting.label, m.start, m.kind, m.tokens, m.accepted, m.scores) for m in measurements)
 
     assert counts(resumed) == counts(measured)
     assert counts(sweep(pair, task, PLAN, path=path)) == counts(measured)  # nothing left to do
@@ -140,7 +142,7 @@ def test_a_full_disk_is_one_clear_error_and_keeps_what_was_measured(pair, task, 
 
 def test_table_and_picture(measured, pair, task, tmp_path):
     pytest.importorskip("matplotlib")
-    rows = summarise(measured, pair, task, PLAN)
+    rows = summarise(measured, SETTINGS, header_of(pair, task, PLAN)["provenance"])
     narrow = Console(width=80, file=io.StringIO())
     narrow.print(frontier_table(rows, "title", "exact match"))
     text = narrow.file.getvalue()
@@ -152,9 +154,9 @@ def test_table_and_picture(measured, pair, task, tmp_path):
 
 
 def test_draft_only_runs_the_draft(pair, task):
-    m = module.measure(pair, task, Setting(DRAFT_ONLY, num_speculative_tokens=0), 0, 2, timed=False, seed=0)
+    m = module.measure(pair, task, Setting(DRAFT_ONLY, num_speculative_tokens=0), 0, 2, kind="scored", seed=0)
     alone = replace(pair, target=pair.draft)
-    again = module.measure(alone, task, Setting(TARGET_ONLY, num_speculative_tokens=0), 0, 2, timed=False, seed=0)
+    again = module.measure(alone, task, Setting(TARGET_ONLY, num_speculative_tokens=0), 0, 2, kind="scored", seed=0)
     assert m.tokens == again.tokens
 
 

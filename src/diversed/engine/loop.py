@@ -15,7 +15,7 @@ from diversed.engine.output import Counts, FinishReason, TimeSplit
 from diversed.engine.pair import ModelPair
 from diversed.engine.sampling import Sampler
 from diversed.engine.stopping import Stopping
-from diversed.engine.tracing import Kept, SeenBlock, see
+from diversed.engine.tracing import Kept, Rule, SeenBlock, see
 from diversed.verification import (
     Verified,
     mask_to_support,
@@ -234,7 +234,9 @@ def verify(
         result = decide(tokens, q_drawn, nu[:, :n], bonus_probs, u[:, half : half + n], u[:, -1], count)
     if not settings.trace:
         return result, None
-    return result, see(p, q, weight, target_hidden, draft_hidden, result.tokens, draft_hidden_size)
+    joint = getattr(settings.verifier, "joint", False)
+    rule = None if q is None else Rule(p[:, : q.shape[1]], q, nu, accepts, settings.sampler.greedy, joint)
+    return result, see(p, q, weight, target_hidden, draft_hidden, result.tokens, draft_hidden_size, rule)
 
 
 def check_finite(probs: Tensor, role: str, name: str) -> None:
