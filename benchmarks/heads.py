@@ -90,7 +90,7 @@ def work(out: Path) -> None:
 
 
 def measured(out: Path, job: Job) -> dict[Setting, Measured]:
-    return by_setting(read_measurements(out / f"{name_of(job)}.jsonl")[1], kind="scored")
+    return by_setting(read_measurements(out / f"{name_of(job)}.jsonl").measurements, kind="scored")
 
 
 def plus_minus(value: float, interval: Interval | None, form: str = ".4f") -> str:

@@ -107,7 +107,7 @@ def test_an_interrupted_sweep_goes_on_and_ends_like_an_uninterrupted_one(measure
     monkeypatch.setattr(module, "measure", failing)
     with pytest.raises(KeyboardInterrupt):
         sweep(pair, task, PLAN, path=path)
-    assert len(path.read_text().splitlines()) == 1 + 4
+    assert len(path.read_text().splitlines()) == 2 + 4
     with path.open("a") as file:
         file.write('{"setting": {"verif')  # what a power cut leaves of a line
     resumed = sweep(pair, task, PLAN, path=path)

@@ -332,7 +332,7 @@ def run_sweep(
         measured = sweep(
             pair, task, plan, path=path, progress=lambda done, total: bar.update(job, completed=done, total=total)
         )
-    rows = summarise(measured, plan.settings, read_measurements(path)[0]["provenance"])
+    rows = summarise(measured, plan.settings, read_measurements(path).provenance)
     for file in filter(None, (output_dir / "rows.json", json_file)):
         write_json(rows, file)
     console.print(frontier_table(rows, title, task.score_name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,6 @@ from diversed.evaluation.sweep import LONGEST_BLOCK, Measurement
 from diversed.theory import Costs, speedup_with_prompt
 
 Floats = NDArray[np.float64]
-
-
-def of_one(setting: Setting) -> Setting:
-    """The same verifier, quality and temperature whatever N is."""
-    return replace(setting, num_speculative_tokens=0)
 
 
 def target_step(measurements: Sequence[Measurement], temperature: float) -> float | None:
@@ -42,7 +37,7 @@ def costs_of(measurements: Sequence[Measurement], setting: Setting) -> Costs | N
     step = target_step(measurements, setting.temperature)
     timed = [m for m in measurements if m.kind == "timed" and m.setting.temperature == setting.temperature]
     drafting = [m for m in timed if m.setting.speculates]
-    mine = [m for m in drafting if of_one(m.setting) == of_one(setting)]
+    mine = [m for m in drafting if m.setting.at_n(0) == setting.at_n(0)]
     if step is None or not mine:
         return None
     draft = np.median([m.time["draft"] / (sum(m.target_calls) * m.setting.num_speculative_tokens) for m in drafting])
@@ -76,6 +71,13 @@ def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return float(ys.mean() - slope * xs.mean()), slope
 
 
+def traced(measurements: Sequence[Measurement], setting: Setting) -> list[Measurement]:
+    """The traced passes of a setting's verifier, quality and temperature, at the largest N they were made with."""
+    mine = [m for m in measurements if m.kind == "traced" and m.trace and m.setting.at_n(0) == setting.at_n(0)]
+    largest = max((m.setting.num_speculative_tokens for m in mine), default=0)
+    return [m for m in mine if m.setting.num_speculative_tokens == largest]
+
+
 @dataclass(frozen=True)
 class Foretold:
     """What is expected of a setting: one row of a plan."""
@@ -97,11 +99,11 @@ def foretell(measurements: Sequence[Measurement], setting: Setting, costs: Costs
     trace or no timing, or N lies beyond what traces foretell.
     """
     n = setting.num_speculative_tokens
-    traced = [m for m in measurements if m.kind == "traced" and of_one(m.setting) == of_one(setting)]
+    texts = traced(measurements, setting)
     costs = costs_of(measurements, setting) if costs is None else costs
     step = target_step(measurements, setting.temperature)
-    blocks = [b[n - 1] for m in traced if m.trace for b in m.trace["blocks"] if b is not None and n <= LONGEST_BLOCK]
-    tokens = [t for m in traced for t in m.tokens]
+    blocks = [b[n - 1] for m in texts if m.trace for b in m.trace["blocks"] if b is not None and n <= LONGEST_BLOCK]
+    tokens = [t for m in texts for t in m.tokens]
     if costs is None or step is None or not blocks or len(blocks) != len(tokens):
         return None
     weights = resamples(len(tokens))
@@ -109,7 +111,7 @@ def foretell(measurements: Sequence[Measurement], setting: Setting, costs: Costs
     mean_tokens, mean_blocks = weights @ t / len(t), weights @ b / len(t)
     drawn = np.array([speedup_with_prompt(x, y, n, costs) for x, y in zip(mean_tokens, mean_blocks, strict=True)])
     speed = speedup_with_prompt(float(t.mean()), float(b.mean()), n, costs)
-    score, score_ci = mean_interval([s for m in traced for s in m.scores])
+    score, score_ci = mean_interval([s for m in texts for s in m.scores])
     whole_step = step * (costs.target_prefill + float(t.mean())) / float(t.mean())  # its share of the prompt included
     return Foretold(
         setting, score, score_ci, float(t.sum() / b.sum()), speed, percentile_interval(drawn), whole_step / speed

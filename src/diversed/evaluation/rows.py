@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from diversed.evaluation.prediction import foretell, of_one
+from diversed.evaluation.prediction import foretell, traced
 from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
 from diversed.evaluation.statistics import Interval, mean_interval, median_ratio_interval, ratio_interval
 from diversed.evaluation.sweep import Kind, Measurement, Row
@@ -117,7 +117,7 @@ def traced_mean(
     measurements: Sequence[Measurement], setting: Setting, name: str
 ) -> tuple[float | None, Interval | None]:
     """Mean over positions of what the traced pass of this verifier, quality and temperature recorded."""
-    traces = [m.trace for m in measurements if m.kind == "traced" and m.trace and of_one(m.setting) == of_one(setting)]
+    traces = [m.trace for m in traced(measurements, setting) if m.trace]
     sums = [value for trace in traces for value in trace[name]]
     positions = [count for trace in traces for count in trace["positions"]]
     if not sums or any(value is None for value in sums) or not np.sum(positions):

@@ -179,6 +179,10 @@ class Setting:
             return 1.0 if self.assistant_weight is None else self.assistant_weight
         return {TARGET_ONLY: 1.0, "lossless": 1.0, DRAFT_ONLY: 0.0}.get(self.verifier)
 
+    def at_n(self, num_speculative_tokens: int) -> Setting:
+        """The same verifier, quality and temperature at another N."""
+        return replace(self, num_speculative_tokens=num_speculative_tokens)
+
     @property
     def label(self) -> str:
         return self.verifier if self.quality is None else f"{self.verifier} @ {self.quality:g}"

@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ class Plan:
         """One setting for each verifier, quality and temperature: what a trace tells does not depend on N."""
         longest: dict[Setting, Setting] = {}
         for s in self.settings:
-            same = replace(s, num_speculative_tokens=0)
+            same = s.at_n(0)
             if s.speculates and s.num_speculative_tokens >= longest.get(same, same).num_speculative_tokens:
                 longest[same] = s
         return tuple(longest.values())
@@ -175,7 +175,7 @@ def sweep(
     With ``path``, each measurement is appended to that JSONL file at once and what the file already holds is not
     measured again; the first line records the run's configuration, and another configuration is refused.
     """
-    found = continue_file(path, header_of(pair, task, plan)) if path is not None else []
+    found = continue_file(path, header_of(pair, task, plan), plan) if path is not None else []
     # A head that was trained on since is another head, and measured anew.
     done = [m for m in found if m.setting not in plan.settings or m.head == fingerprint(m.setting.verifier)]
     known = {m.key for m in done}
@@ -240,25 +240,50 @@ def append_line(path: Path, row: Row) -> None:
         ) from error
 
 
-def continue_file(path: Path, header: Row) -> list[Measurement]:
-    """The measurements of a file to be gone on with. A cut-off last line is dropped; a new file gets a header."""
+@dataclass
+class Recorded:
+    """What a measurements file holds."""
+
+    config: Row
+    provenance: Row
+    measurements: list[Measurement]
+    plan: Plan  #: every setting and seed that was ever asked for
+
+    def missing(self) -> dict[Setting, int]:
+        """Passes that were planned and are not there, by setting."""
+        known = {m.key for m in self.measurements}
+        absent: dict[Setting, int] = {}
+        for setting, start, _, kind, seed in self.plan.passes(self.config["n"]):
+            if (setting, start, kind, seed) not in known:
+                absent[setting] = absent.get(setting, 0) + 1
+        return absent
+
+
+def continue_file(path: Path, header: Row, plan: Plan) -> list[Measurement]:
+    """The measurements of a file to be gone on with, after noting in it what is planned now.
+
+    A last line that was cut off is dropped; a new file gets its header.
+    """
     if path.exists():
         whole, _, cut = path.read_text(encoding="utf-8").rpartition("\n")
         if cut:
             path.write_text(whole + "\n" if whole else "", encoding="utf-8")
     if not path.exists() or not path.stat().st_size:
         append_line(path, header)
-        return []
-    there, found = read_measurements(path)
-    if there["config"] != header["config"]:
-        old, new = there["config"], header["config"]
+    there = read_measurements(path)
+    if there.config != header["config"]:
+        old, new = there.config, header["config"]
         differs = ", ".join(f"{k}: {old.get(k)} there, {new[k]} now" for k in new if old.get(k) != new[k])
         raise ValueError(f"output_dir: {str(path)!r} belongs to another run ({differs}); choose another folder")
-    return found
+    settings = [s for s in plan.settings if s not in there.plan.settings]
+    seeds = [s for s in plan.further_seeds if s not in there.plan.further_seeds]
+    if settings or seeds:
+        append_line(path, {"planned": [asdict(s) for s in settings], "further_seeds": seeds})
+    return there.measurements
 
 
-def read_measurements(path: Path) -> tuple[Row, list[Measurement]]:
-    """The header and the measurements of a file; a last line that was cut off is left out.
+def read_measurements(path: Path) -> Recorded:
+    """What a file holds; a last line that was cut off is left out.
 
     Raises:
         ValueError: no such file, an empty one, one that is no bench's, or one that holds several runs.
@@ -270,24 +295,34 @@ def read_measurements(path: Path) -> tuple[Row, list[Measurement]]:
         raise ValueError(f"folder: {str(path)!r} is empty: nothing was measured yet; run diversed bench on it first")
     found: list[Measurement] = []
     header: Row = {}
+    settings: list[Setting] = []
+    seeds: list[int] = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if "config" in row:
-                if header and row["config"] != header["config"]:
-                    old, new = header["config"], row["config"]
-                    differs = ", ".join(f"{k}: {old.get(k)} and {new.get(k)}" for k in new if old.get(k) != new.get(k))
-                    raise ValueError(
-                        f"folder: {str(path)!r} holds results of two runs ({differs}): keep each run in its own folder"
-                    )
-                header = header or row
-            else:
+            if "planned" in row:
+                settings += [Setting(**s) for s in row["planned"]]
+                seeds += row["further_seeds"]
+            elif "config" not in row:
                 found.append(Measurement(**(row | {"setting": Setting(**row["setting"])})))
+            elif not header:
+                header = row
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             raise ValueError(
                 f"folder: line {number} of {str(path)!r} is no measurement ({type(error).__name__}: {error}); it was "
                 "written by something else, or by another version: measure into a new folder"
             ) from error
+        if "config" in row and row["config"] != header["config"]:
+            old, new = header["config"], row["config"]
+            differs = ", ".join(f"{k}: {old.get(k)} and {new.get(k)}" for k in new if old.get(k) != new.get(k))
+            raise ValueError(
+                f"folder: {str(path)!r} holds results of two runs ({differs}): keep each run in its own folder"
+            )
     if not header:
         raise ValueError(f"folder: {str(path)!r} does not begin with a run's configuration: measure into a new folder")
-    return header, found
+    config: Row = header["config"]
+    plan = Plan(
+        tuple(settings), config.get("batch_size", 1), config.get("timing_n", 0), config.get("seed", 0),
+        config.get("trace_n", 0), tuple(seeds),
+    )  # fmt: skip
+    return Recorded(config, header.get("provenance") or config, found, plan)
