@@ -250,13 +250,12 @@ class Recorded:
     plan: Plan  #: every setting and seed that was ever asked for
 
     def missing(self) -> dict[Setting, int]:
-        """Passes that were planned and are not there, by setting."""
+        """How many passes were planned and are not there, by setting."""
         known = {m.key for m in self.measurements}
-        absent: dict[Setting, int] = {}
+        absent = dict.fromkeys(self.plan.settings, 0)
         for setting, start, _, kind, seed in self.plan.passes(self.config["n"]):
-            if (setting, start, kind, seed) not in known:
-                absent[setting] = absent.get(setting, 0) + 1
-        return absent
+            absent[setting] += (setting, start, kind, seed) not in known
+        return {setting: count for setting, count in absent.items() if count}
 
 
 def continue_file(path: Path, header: Row, plan: Plan) -> list[Measurement]:
