@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +20,7 @@ from torch import Tensor
 from diversed.verification import total_variation
 
 Floats = NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
 
 
 def acceptance(nu: Tensor, draft_probs: Tensor) -> Tensor:
@@ -104,17 +106,9 @@ def speedup(block_efficiency: float, num_speculative_tokens: int, costs: Costs) 
     return block_efficiency / costs.block(num_speculative_tokens)
 
 
-def speedup_with_prompt(
-    tokens: float, blocks: float, num_speculative_tokens: int, costs: Costs, draft_steps: float | None = None
-) -> float:
-    """Speed-up over target-only decoding of an answer of ``tokens`` tokens in ``blocks`` blocks, its prompt included.
-
-    ``draft_steps``: forward passes of the draft, fewer than N a block where answers end; N a block where None.
-    """
-    steps = blocks * num_speculative_tokens if draft_steps is None else draft_steps
-    speculative = costs.prefill + blocks * (costs.verification + costs.overhead)
-    speculative += steps * (costs.draft_step + costs.per_token)
-    return (costs.target_prefill + tokens) / speculative
+def speedup_with_prompt(tokens: Number, blocks: Number, num_speculative_tokens: int, costs: Costs) -> Number:
+    """Speed-up over target-only decoding of answers of ``tokens`` tokens in ``blocks`` blocks, with their prompt."""
+    return (costs.target_prefill + tokens) / (costs.prefill + blocks * costs.block(num_speculative_tokens))
 
 
 def best_num_speculative_tokens(speedups: Sequence[float]) -> tuple[int, float]:

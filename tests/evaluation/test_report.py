@@ -111,12 +111,13 @@ def test_the_page_is_one_file_and_whole(folder: Path, tmp_path: Path) -> None:
 def test_the_papers_tables_and_transfer(tmp_path: Path) -> None:
     one = write_bench(tmp_path / "shop" / "measurements.jsonl", made_bench())
     other = write_bench(tmp_path / "tally" / "measurements.jsonl", made_bench(), task="tally")
-    text = to_markdown(report_blocks(load_benches([one.parent, other.parent])), [f"{i}.svg" for i in range(20)])
+    blocks = report_blocks(load_benches([one.parent, other.parent]))
+    text = to_markdown(blocks, [f"{i}.svg" for i in range(20)])
     # The fastest head that is not told apart from the target: N 5, right on 7 of 8.
     assert "| shop | 1 | 5 | small | 1.000 | 40.00 % → 1.000 | 80.00 % → 0.875 | head @ 0.5 |" in text
     assert "| trained on | shop | tally |" in text
     assert "| tally | 80.00 % → 0.875 | 80.00 % → 0.875 |" in text
-    assert "<h2>In the paper&#x27;s form</h2>" in to_html(report_blocks(load_benches([tmp_path])))
+    assert "<h2>In the paper&#x27;s form</h2>" in to_html(blocks)
 
 
 @pytest.mark.parametrize(

@@ -216,3 +216,40 @@ def test_unknown_verifiers_are_one_clear_error(spec, monkeypatch):
 def test_lossless_has_no_dial(pair):
     with pytest.raises(ValueError, match="quality: lossless has no dial"):
         Setting("lossless", quality=0.5).prepare(pair)
+
+
+def test_a_control_samples_from_nu_one_token_at_a_time(pair, task):
+    """Its distribution is that of the verifier (tested in the engine); here: nothing is drafted."""
+    control = module.measure(pair, task, Setting("control:static:0"), 0, 2, kind="scored", seed=0)
+    assert control.drafted == [0, 0]
+    assert control.target_calls == control.tokens
+    draft = module.measure(pair, task, Setting(DRAFT_ONLY, num_speculative_tokens=0), 0, 2, kind="scored", seed=0)
+    assert control.tokens == draft.tokens  # weight 0 on the target is the draft, token for token
+
+
+def test_further_seeds_score_anew_and_are_averaged(pair, task):
+    settings = (Setting(TARGET_ONLY, num_speculative_tokens=0),)
+    plan = Plan(settings, batch_size=2, timing_n=0, seed=0, further_seeds=(1,))
+    passes = list(plan.passes(3))
+    assert [(p[1], p[2], p[4]) for p in passes] == [(0, 2, 0), (2, 3, 0), (0, 2, 1), (2, 3, 1)]
+    found = [module.measure(pair, task, s, a, min(b, 2), kind=k, seed=seed) for s, a, b, k, seed in passes if a == 0]
+    assert found[0].tokens != found[1].tokens
+    (row,) = summarise(found, settings, header_of(pair, task, plan)["provenance"])
+    assert row["seed"] == [0, 1]
+    assert row["n"] == 2
+    assert row["score"] == pytest.approx(sum(found[0].scores + found[1].scores) / 4)
+
+
+PAIRS = (("lossless", 7), ("static:0.5", 5))
+
+
+def test_a_trace_is_recorded_once_for_all_n():
+    settings = (Setting("lossless", None, 3), Setting("lossless", None, 7), Setting("static:0.5"), SETTINGS[0])
+    plan = Plan(settings, batch_size=4, timing_n=0, seed=0, trace_n=6)
+    traced = [(s.verifier, s.num_speculative_tokens, a, b) for s, a, b, kind, _ in plan.passes(9) if kind == "traced"]
+    assert sorted(traced) == [
+        ("lossless", 7, 0, 4),
+        ("lossless", 7, 4, 6),
+        ("static:0.5", 5, 0, 4),
+        ("static:0.5", 5, 4, 6),
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from diversed.evaluation.prediction import foretell
+from diversed.evaluation.prediction import costs_of, foretell
 from diversed.evaluation.settings import Setting
 from diversed.evaluation.show import family
 from diversed.evaluation.sweep import Recorded, Row
@@ -148,11 +148,9 @@ def speedup_against_n(rows: Sequence[Row], recorded: Recorded) -> str | None:
             if not mine:
                 continue
             base = Setting(mine[0]["verifier"], mine[0]["quality"], 1, temperature)
-            theory = []
-            for n in range(1, SHOWN_BLOCK + 1):
-                found = foretell(recorded.measurements, base.at_n(n))
-                if found is not None:
-                    theory.append((n, found.speedup))
+            costs = costs_of(recorded.measurements, base)
+            foretold = {n: foretell(recorded.measurements, base.at_n(n), costs) for n in range(1, SHOWN_BLOCK + 1)}
+            theory = [(n, f.speedup) for n, f in foretold.items() if f is not None]
             style = styles[name]
             axis.plot(*zip(*theory, strict=True), "-", lw=1, color=style["color"])
             points = sorted((r["num_speculative_tokens"], r["speedup"], ends_of(r, "speedup")) for r in mine)

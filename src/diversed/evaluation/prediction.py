@@ -109,7 +109,7 @@ def foretell(measurements: Sequence[Measurement], setting: Setting, costs: Costs
     weights = resamples(len(tokens))
     b, t = np.array(blocks), np.array(tokens, dtype=float)
     mean_tokens, mean_blocks = weights @ t / len(t), weights @ b / len(t)
-    drawn = np.array([speedup_with_prompt(x, y, n, costs) for x, y in zip(mean_tokens, mean_blocks, strict=True)])
+    drawn = speedup_with_prompt(mean_tokens, mean_blocks, n, costs)
     speed = speedup_with_prompt(float(t.mean()), float(b.mean()), n, costs)
     score, score_ci = mean_interval([s for m in texts for s in m.scores])
     whole_step = step * (costs.target_prefill + float(t.mean())) / float(t.mean())  # its share of the prompt included
