@@ -63,9 +63,8 @@ def test_a_task_of_the_harness_runs_under_a_verifier(folder: Path) -> None:
 
 
 def test_it_is_registered_and_reads_model_args() -> None:
-    model = get_model("diversed").create_from_arg_string(
-        "verifier=static:0.5,quality=0.4,num_speculative_tokens=2,seed=3"
-    )
+    arguments = "verifier=static:0.5,quality=0.4,num_speculative_tokens=2,seed=3"
+    model = get_model("diversed").create_from_arg_string(arguments)
     assert isinstance(model, DiversedLM)
     assert (model.setting.verifier, model.setting.quality, model.seed) == ("static:0.5", 0.4, 3)
     sampled = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "until": "\n", "max_gen_toks": 5}

@@ -18,9 +18,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
-    raise ImportError(
-        "diversed.evaluation.harness needs lm-evaluation-harness: pip install 'diversed[lm-eval]'"
-    ) from error
+    raise ImportError("lm-evaluation-harness is missing: pip install 'diversed[lm-eval]'") from error
 
 from diversed.engine import ModelPair, generate
 from diversed.engine.output import Stats
@@ -111,14 +109,15 @@ class DiversedLM(LM):  # type: ignore[misc]
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Refused: see the module."""
         raise NotImplementedError(
-            "diversed decodes text and gives no log-likelihoods: choose generate_until tasks (gsm8k, humaneval, ...), or "
-            "evaluate the target alone with --model hf"
+            "diversed decodes text and gives no log-likelihoods: choose generate_until tasks (gsm8k, humaneval, ...), "
+            "or evaluate the target alone with --model hf"
         )
 
     loglikelihood_rolling = loglikelihood
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The target's own chat template, as text."""
+        assert self.pair.tokenizer is not None
         text = self.pair.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -129,6 +128,7 @@ class DiversedLM(LM):  # type: ignore[misc]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template itself, where one is asked for; the harness records it."""
+        assert self.pair.tokenizer is not None
         return str(self.pair.tokenizer.chat_template) if chat_template else None
 
     @property
