@@ -15,6 +15,7 @@ from diversed.evaluation.sweep import Recorded, Row
 from diversed.theory import static_line
 
 SHOWN_BLOCK = 12  # the largest N that theory is drawn for
+SHOWN_CURVES = 10  # more lines of speed-up against N cannot be told apart
 
 
 def pictures_of(rows: Sequence[Row], recorded: Recorded) -> list[tuple[str, str]]:
@@ -25,20 +26,23 @@ def pictures_of(rows: Sequence[Row], recorded: Recorded) -> list[tuple[str, str]
         return []
     matplotlib.use("Agg")
     score = str(recorded.provenance.get("score", "score"))
+    n, at_n = at_one_n(rows)
+    acceptance, time = ("position_acceptance", "acceptance per position"), ("normalised_time", "normalised time")
     pictures = [
-        (
-            f"{score} against acceptance",
-            scatter(rows, "position_acceptance", "score", "acceptance per position", score),
-        ),
-        (f"{score} against normalised time", scatter(rows, "normalised_time", "score", "normalised time", score)),
-        (
-            "Normalised time against acceptance",
-            scatter(rows, "position_acceptance", "normalised_time", "acceptance per position", "normalised time"),
-        ),
+        (f"{score} against acceptance (N = {n})", scatter(at_n, *acceptance, "score", score)),
+        (f"{score} against normalised time (N = {n})", scatter(at_n, *time, "score", score)),
+        (f"Normalised time against acceptance (N = {n})", scatter(at_n, *acceptance, *time)),
         ("Acceptance against the static weight, with the line 1 − w·TV", acceptance_against_weight(rows)),
         ("Speed-up against N: theory (lines) over measurement (points)", speedup_against_n(rows, recorded)),
     ]
     return [(title, svg) for title, svg in pictures if svg is not None]
+
+
+def at_one_n(rows: Sequence[Row]) -> tuple[int, list[Row]]:
+    """The middle one of the measured N, and the rows at it, with those that do not speculate."""
+    counts = sorted({r["num_speculative_tokens"] for r in rows} - {0})
+    n = counts[len(counts) // 2] if counts else 0
+    return n, [r for r in rows if r["num_speculative_tokens"] in (0, n)]
 
 
 def panels(
@@ -76,8 +80,8 @@ def style_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {n: {"color": colours[i % 20], "marker": markers[i % len(markers)]} for i, n in enumerate(names)}
 
 
-def scatter(rows: Sequence[Row], x: str, y: str, x_label: str, y_label: str) -> str | None:
-    """A curve for each family of verifiers and N, a panel for each temperature."""
+def scatter(rows: Sequence[Row], x: str, x_label: str, y: str, y_label: str) -> str | None:
+    """A curve for each family of verifiers, a panel for each temperature."""
     names = list(dict.fromkeys(map(family, rows)))
     styles = style_of(names)
 
@@ -85,19 +89,16 @@ def scatter(rows: Sequence[Row], x: str, y: str, x_label: str, y_label: str) -> 
         found = False
         here = [r for r in rows if r["temperature"] == temperature and r[x] is not None and r[y] is not None]
         for name in names:
-            mine = [r for r in here if family(r) == name]
-            for n in sorted({r["num_speculative_tokens"] for r in mine}):
-                points = sorted((r[x], r[y], ends_of(r, y)) for r in mine if r["num_speculative_tokens"] == n)
-                xs, ys = [p[0] for p in points], [p[1] for p in points]
+            points = sorted((r[x], r[y], ends_of(r, y)) for r in here if family(r) == name)
+            if points:
                 bars = np.array([[v - low, high - v] for _, v, (low, high) in points]).T.clip(min=0)
                 style = styles[name] | {"ls": "-" if len(points) > 1 else "", "label": name}
+                xs, ys = [p[0] for p in points], [p[1] for p in points]
                 axis.errorbar(xs, ys, bars, ms=4, lw=1, capsize=2, elinewidth=0.7, **style)
-                if n and len({r["num_speculative_tokens"] for r in here}) > 2:
-                    axis.annotate(str(n), (xs[-1], ys[-1]), fontsize=6, xytext=(3, 3), textcoords="offset points")
                 found = True
         return found
 
-    return panels(temperatures(rows), lambda t: f"T = {t:g}; numbers are N", draw, x_label, y_label)
+    return panels(temperatures(rows), lambda t: f"T = {t:g}", draw, x_label, y_label)
 
 
 def ends_of(row: Row, name: str) -> tuple[float, float]:
@@ -137,9 +138,11 @@ def acceptance_against_weight(rows: Sequence[Row]) -> str | None:
 
 
 def speedup_against_n(rows: Sequence[Row], recorded: Recorded) -> str | None:
-    """A line of theory and measured points for each verifier and quality that has both."""
+    """A line of theory and measured points for each verifier and quality that has both; lossless, static and learned
+    ones first, and no more than can be told apart."""
     timed = [r for r in rows if r["predicted_speedup"] is not None and r["speedup"] is not None]
-    names = list(dict.fromkeys(label(r) for r in timed))
+    ours = [r for r in timed if r["weight"] is not None or r["quality"] is not None]
+    names = list(dict.fromkeys(label(r) for r in [*ours, *timed]))[:SHOWN_CURVES]
     styles = style_of(names)
 
     def draw(axis: Any, temperature: float) -> bool:

@@ -116,7 +116,7 @@ def label(setting: Setting) -> str:
 
 TABLE_HEADER = (
     "verifier", "quality", "N", "T", "score", "acceptance", "bias", "block efficiency", "tokens/s", "normalised time",
-    "speed-up", "predicted ÷ measured", "draft / target / verification / rest",
+    "speed-up", "predicted ÷ measured", "prefill / draft / target / verification / rest",
 )  # fmt: skip
 
 
@@ -133,8 +133,7 @@ def table_cells(row: Row) -> list[str]:
     shares = "–"
     if split is not None:
         total = sum(split.values())
-        parts = ("draft", "target", "verification", "rest")
-        shares = " / ".join(f"{100 * split[part] / total:.0f}" for part in parts) + " %"
+        shares = " / ".join(f"{100 * seconds / total:.0f}" for seconds in split.values()) + " %"
     speed = plus_minus(row["speedup"], row["speedup_ci"], ".2f")
     return [
         row["verifier"],

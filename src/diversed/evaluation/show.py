@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from diversed.evaluation.compare import Statement
+from diversed.evaluation.settings import CONTROL, PEER
 from diversed.evaluation.sweep import Row
 
 
@@ -95,8 +96,12 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
 
 
 def family(row: Row) -> str:
-    """Which curve of the picture a row belongs to."""
-    return str(row["verifier"]).partition(":")[0] if row["quality"] is None else str(row["verifier"])
+    """Which curve of the picture a row belongs to: a head along the dial, or a rule along its knob."""
+    name = str(row["verifier"])
+    if row["quality"] is not None or name.startswith(PEER):
+        return name
+    wrapped = [prefix for prefix in (CONTROL, "block:") if name.startswith(prefix)]
+    return "".join(wrapped) + name.removeprefix("".join(wrapped)).partition(":")[0]
 
 
 def frontier_picture(rows: Sequence[Row], path: Path, title: str, score_name: str) -> bool:
