@@ -12,7 +12,7 @@ from rich.console import Console
 from diversed.engine import ModelPair
 from diversed.evaluation import sweep as module
 from diversed.evaluation.rows import summarise
-from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, load_verifier
+from diversed.evaluation.settings import DRAFT_ONLY, RIVALS, TARGET_ONLY, Setting, load_verifier
 from diversed.evaluation.show import family, frontier_picture, frontier_table, write_json
 from diversed.evaluation.sweep import Plan, header_of, sweep
 from diversed.tasks import load_task
@@ -151,6 +151,11 @@ def test_table_and_picture(measured, pair, task, tmp_path):
     assert frontier_picture(rows, tmp_path / "new" / "f.png", "title", "exact match")
     assert (tmp_path / "new" / "f.png").read_bytes()[:4] == b"\x89PNG"
     assert [family(r) for r in rows] == [TARGET_ONLY, "lossless", "static:0.3"]
+    many = [r | {"verifier": name, "quality": None} for r in rows for name in RIVALS]  # more curves than colours
+    assert len({family(r) for r in many}) > 10
+    assert frontier_picture(many, tmp_path / "many.png", "title", "exact match")
+    assert family({"verifier": "block:static:0.5", "quality": None}) == "block:static"
+    assert family({"verifier": "transformers:assisted:0.5", "quality": None}) == "transformers:assisted:0.5"
 
 
 def test_draft_only_runs_the_draft(pair, task):

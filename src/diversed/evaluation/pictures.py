@@ -10,7 +10,7 @@ import numpy as np
 
 from diversed.evaluation.prediction import costs_of, foretell
 from diversed.evaluation.settings import Setting
-from diversed.evaluation.show import family
+from diversed.evaluation.show import family, style_of
 from diversed.evaluation.sweep import Recorded, Row
 from diversed.theory import static_line
 
@@ -70,14 +70,6 @@ def panels(
     plt.close(figure)
     svg = text.getvalue()
     return svg[svg.index("<svg") :] if any(drawn) else None
-
-
-def style_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A colour and a marker for each curve."""
-    import matplotlib.pyplot as plt
-
-    colours, markers = plt.get_cmap("tab20").colors, "osD^vP*X<>"
-    return {n: {"color": colours[i % 20], "marker": markers[i % len(markers)]} for i, n in enumerate(names)}
 
 
 def scatter(rows: Sequence[Row], x: str, x_label: str, y: str, y_label: str) -> str | None:
