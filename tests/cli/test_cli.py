@@ -52,6 +52,10 @@ def test_help_teaches():
         assert result.exit_code == 0
         assert "--seed" in result.output
         assert "--json" in result.output
+    for command in ("report", "plan", "calibrate"):
+        result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"})
+        assert result.exit_code == 0
+        assert "--json" in result.output
 
 
 def test_generate_is_reproducible_and_writes_a_row(tmp_path):
@@ -132,6 +136,7 @@ def test_bench_writes_rows_picture_and_resumes(tmp_path):
         (["generate", "--file", "/no/such/file"], "file='/no/such/file'"),
         (["bench", "-N", "0"], "num_speculative_tokens=0"),
         (["bench", "--task", "poems"], "task='poems' is unknown"),
+        (["plan", "--trace", "nowhere"], "folder: 'nowhere/measurements.jsonl' does not exist"),
         (["generate", "x", "--dtype", "int4"], "dtype='int4'"),
     ],
 )

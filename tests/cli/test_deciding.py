@@ -97,3 +97,21 @@ def test_calibrate_writes_beside_a_head_what_a_request_can_wish_for(tmp_path: Pa
     )
     assert isinstance(again.exception, ValueError)
     assert "timing_n=0" in str(again.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--verifier", "poems"], "verifier='poems' is unknown"),
+        (["bench", "--verifier", "typical:2"], "verifier='typical:2': write typical:X with epsilon"),
+        (["report", "nowhere"], "folder: 'nowhere' holds no measurements.jsonl"),
+        (["plan", "--trace", "nowhere", "--speedup", "0"], "speedup=0.0 must be a number above 0"),
+        (["calibrate", "nowhere"], "run='nowhere' has no config.json"),
+    ],
+)
+def test_bad_input_names_the_argument(arguments: list[str], message: str, monkeypatch, tmp_path: Path) -> None:
+    """The command line prints such errors on one line (test_cli.py)."""
+    monkeypatch.chdir(tmp_path)
+    found = run(*arguments).exception
+    assert isinstance(found, ValueError)
+    assert message in str(found)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from made import CONFIG, DRAFT, EACH, PASS, PROVENANCE, REST, SETTINGS, STEP, TOKENS, VERDICT, made_bench
 
+from diversed.engine import ModelPair
 from diversed.evaluation.planner import Wish, advice, best_per_verifier, candidates, choose, describe
 from diversed.evaluation.prediction import costs_of, foretell, target_step
 from diversed.evaluation.rows import summarise
 from diversed.evaluation.settings import TARGET_ONLY, Setting
-from diversed.evaluation.sweep import Plan, Recorded
+from diversed.evaluation.sweep import Plan, Recorded, header_of, sweep
+from diversed.tasks import load_task
 from diversed.theory import expected_blocks
 
 HEAD = Setting("head", 0.5, 5)
@@ -120,3 +123,21 @@ def test_a_bench_without_timing_or_traces_is_one_clear_error(measurements, recor
         candidates(Recorded(CONFIG, PROVENANCE, bare, Plan((), 8, 4, 0)), 1.0)
     with pytest.raises(ValueError, match="speedup=-1"):
         Wish(speedup=-1)
+
+
+@pytest.mark.slow
+def test_the_clock_agrees_on_the_embedded_pair() -> None:
+    """Wall-clock speed of a shared machine scatters by a tenth and more; the middle over settings must not."""
+    settings = [Setting(TARGET_ONLY, None, 0)]
+    settings += [Setting(v, None, n) for v in ("lossless", "static:0.5", "static:0.2") for n in (2, 4, 7)]
+    plan = Plan(tuple(settings), batch_size=25, timing_n=12, seed=0, trace_n=50)
+    pair, task = ModelPair.embedded(), load_task("shop", n=50)
+    measurements = sweep(pair, task, plan)
+    rows = summarise(measurements, settings, header_of(pair, task, plan)["provenance"])
+    for row, setting in zip(rows[1:], settings[1:], strict=True):  # what needs no clock
+        foretold = foretell(measurements, setting)
+        assert foretold.block_efficiency == pytest.approx(row["tokens_per_target_call"], rel=0.08)
+    ratios = np.array([r["predicted_over_measured"] for r in rows if r["predicted_over_measured"] is not None])
+    assert len(ratios) == 9
+    assert 0.85 < np.median(ratios) < 1.15
+    assert np.abs(np.log(ratios)).max() < np.log(1.4)

@@ -37,7 +37,7 @@ DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float
 DeviceOption = Annotated[
     str | None, typer.Option(help="As transformers' device_map: cuda:0, auto, ... (needs accelerate).")
 ]
-SeedOption = Annotated[int, typer.Option(help="Makes the run reproducible: prompt i draws from seed + i.")]
+SeedOption = Annotated[int, typer.Option(help="Makes the run reproducible; each prompt draws from a seed of its own.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the results to this file, as JSON rows.")]
 DataOption = Annotated[
     Path | None, typer.Option(help="Folder with the tasks' data; default $DIVERSED_DATA, else the Hub.")

@@ -241,7 +241,8 @@ class LearnedEnsemble(Ensemble):
         with contextlib.redirect_stdout(io.StringIO()):  # the mixin announces itself where a command's text should be
             head = EnsembleHead.from_pretrained(source, **kwargs)
         where = {k: v for k, v in kwargs.items() if k in ("revision", "token", "cache_dir", "local_files_only")}
-        return cls(head.eval().requires_grad_(False), 0.5, same_names, load_calibration(source, **where))
+        calibration = load_calibration(source, **where)
+        return cls(head.eval().requires_grad_(False), same_names=same_names, calibration=calibration)
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Write ``model.safetensors``, ``config.json``, the model card, and ``calibration.json`` where there is one."""
