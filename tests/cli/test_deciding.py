@@ -70,6 +70,8 @@ def test_plan_answers_or_names_the_nearest(folder: Path, tmp_path: Path) -> None
     (chosen,) = [p for p in points if p["chosen"]]
     assert chosen["speedup"] == max(p["speedup"] for p in points if p["score"] >= 0.01)
     assert f"speed-up {chosen['speedup']:.2f}" in result.output
+    both = run("plan", "--trace", str(folder))
+    assert f"holds several benches: choose one of {folder / 'shop'}, {folder / 'tally'}" in str(both.exception)
     impossible = run("plan", "--trace", str(folder / "shop"), "--speedup", "1000")
     assert isinstance(impossible.exception, ValueError)
     assert "no setting gives a speed-up of 1000. Nearest: " in str(impossible.exception)
@@ -92,6 +94,11 @@ def test_calibrate_writes_beside_a_head_what_a_request_can_wish_for(tmp_path: Pa
     assert learned.calibration.conditions["split"] == "validation"
     slowest = max(p.normalised_time for p in learned.calibration.points)
     assert learned.at(max_normalised_time=slowest).quality == 1.0
+    planned = run("plan", "--trace", str(head), "--speedup", "0.01", "--json", str(tmp_path / "plan.json"))
+    assert planned.exit_code == 0, planned.output
+    points = json.loads((tmp_path / "plan.json").read_text())
+    assert [p["setting"]["quality"] for p in points] == [None, 0.0, 1.0]
+    assert points[1]["speedup"] == pytest.approx(1 / learned.calibration.points[0].normalised_time)
     again = run(
         "calibrate", str(head), "--timing-n", "0", "--n", "2", "--output-dir", str(tmp_path / "x"), "--quality", "1"
     )

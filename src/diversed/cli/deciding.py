@@ -53,7 +53,9 @@ def report(
 
 
 def plan(
-    trace: Annotated[Path, typer.Option(help="A folder of diversed bench with traced and timed passes.")],
+    trace: Annotated[
+        Path, typer.Option(help="A folder of diversed bench with traced and timed passes, or of a calibrated head.")
+    ],
     latency_ms: Annotated[float | None, typer.Option(help="At most so many milliseconds a token.")] = None,
     min_quality: Annotated[float | None, typer.Option(help="At least this score of the task.")] = None,
     speedup: Annotated[float | None, typer.Option(help="At least so many times as fast as the target alone.")] = None,
@@ -68,13 +70,17 @@ def plan(
 
       diversed plan --trace runs/shop --speedup 2
     """
-    from diversed.evaluation.planner import Wish, advice, best_per_verifier, candidates, choose, describe
+    from diversed.evaluation.planner import Wish, advice, best_per_verifier, calibrated, candidates, choose, describe
     from diversed.evaluation.show import number, with_interval, write_json
     from diversed.evaluation.sweep import read_measurements
+    from diversed.verifiers.calibration import load_calibration
 
     wish = Wish(latency_ms, min_quality, speedup)
-    path = trace if trace.is_file() else trace / "measurements.jsonl"
-    points = candidates(read_measurements(path), temperature)
+    calibration = load_calibration(trace) if trace.is_dir() else None
+    if calibration is not None:
+        points = calibrated(str(trace), calibration)
+    else:
+        points = candidates(read_measurements(measurements_in(trace)), temperature)
     chosen = choose(points, wish)
     table = Table(title="The best N of each, foretold", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("verifier", overflow="fold")
@@ -97,6 +103,15 @@ def plan(
         console.print(note, soft_wrap=True, markup=False)
     if json_file is not None:
         write_json([asdict(p) | {"chosen": p is chosen} for p in points], json_file)
+
+
+def measurements_in(folder: Path) -> Path:
+    """The one measurements file in a folder or below."""
+    found = [folder] if folder.is_file() else sorted(folder.rglob("measurements.jsonl"))
+    if len(found) > 1:
+        names = ", ".join(str(path.parent) for path in found)
+        raise ValueError(f"trace={str(folder)!r} holds several benches: choose one of {names}")
+    return found[0] if found else folder / "measurements.jsonl"
 
 
 def calibrate(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from diversed.evaluation.settings import TARGET_ONLY
 from diversed.evaluation.sweep import Row
 from diversed.verifiers.calibration import Calibration, CalibrationPoint
 
 
 def calibration_of(rows: Sequence[Row]) -> Calibration:
-    """The calibration of the one head among the rows, at their one N and temperature.
+    """The calibration of the one head among the rows, at their one N and temperature, target-only decoding beside it.
 
     Raises:
         ValueError: rows of several N or temperatures, or without speed.
@@ -35,4 +36,11 @@ def calibration_of(rows: Sequence[Row]) -> Calibration:
     conditions = {k: mine[0]["provenance"].get(k) for k in wanted} if mine else {}
     if mine:
         conditions |= {k: mine[0][k] for k in ("num_speculative_tokens", "temperature", "n")}
+    for r in rows:
+        if r["verifier"] == TARGET_ONLY:
+            conditions |= {
+                "target_score": r["score"],
+                "target_score_ci": r["score_ci"],
+                "target_seconds_per_token": 1 / r["tokens_per_second"],
+            }
     return Calibration.of(points, conditions)

@@ -9,6 +9,7 @@ from diversed.evaluation.prediction import Foretold, costs_of, foretell, target_
 from diversed.evaluation.settings import TARGET_ONLY, Setting
 from diversed.evaluation.statistics import mean_interval
 from diversed.evaluation.sweep import LONGEST_BLOCK, Measurement, Recorded
+from diversed.verifiers.calibration import Calibration
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,20 @@ def candidates(recorded: Recorded, temperature: float) -> list[Foretold]:
     return points
 
 
+def calibrated(head: str, calibration: Calibration) -> list[Foretold]:
+    """Target-only decoding and the points of a head's calibration, which hold at its one N and temperature."""
+    c = calibration.conditions
+    step, n, temperature = c["target_seconds_per_token"], c["num_speculative_tokens"], c["temperature"]
+    low, high = c["target_score_ci"]
+    alone = Setting(TARGET_ONLY, None, 0, temperature)
+    points = [Foretold(alone, c["target_score"], (low, high), 1.0, 1.0, (1.0, 1.0), step)]
+    for p in calibration.points:
+        setting = Setting(head, p.quality, n, temperature)
+        speed = 1 / p.normalised_time
+        points.append(Foretold(setting, p.score, p.score_ci, p.block_efficiency, speed, None, step * p.normalised_time))
+    return points
+
+
 def target_only(measurements: Sequence[Measurement], temperature: float) -> Foretold | None:
     """Not speculating, as a point beside the others."""
     setting = Setting(TARGET_ONLY, None, 0, temperature)
@@ -103,7 +118,7 @@ def choose(points: Sequence[Foretold], wish: Wish) -> Foretold:
         raise ValueError(f"plan: no setting gives {wish}. Nearest: {describe(nearest)}")
     if wish.min_quality is None:
         best = max(p.score for p in good)
-        good = [p for p in good if p.score_ci[1] >= best]
+        good = [p for p in good if max(p.score, p.score_ci[1]) >= best]
     return max(good, key=lambda p: (p.speedup, p.score))
 
 
