@@ -23,7 +23,7 @@ from diversed.evaluation.compare import Measured, Scores, at_acceptance, by_sett
 from diversed.evaluation.settings import Setting
 from diversed.evaluation.show import write_json
 from diversed.evaluation.statistics import Interval, mean_interval
-from diversed.evaluation.sweep import Plan, configuration, read_measurements, sweep
+from diversed.evaluation.sweep import Plan, read_measurements, sweep
 from diversed.tasks import Task, load_task
 from diversed.training.run_folder import read_rows
 from diversed.training.settings import TrainSettings
@@ -89,10 +89,8 @@ def work(out: Path) -> None:
         print(f"{name_of(job)}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def measured(out: Path, job: Job, pair: ModelPair, task: Task) -> dict[Setting, Measured]:
-    path = out / f"{name_of(job)}.jsonl"
-    plan = Plan((), **PLAN)
-    return by_setting(read_measurements(path, {"config": configuration(pair, task, plan)}), timed=False)
+def measured(out: Path, job: Job) -> dict[Setting, Measured]:
+    return by_setting(read_measurements(out / f"{name_of(job)}.jsonl").measurements, kind="scored")
 
 
 def plus_minus(value: float, interval: Interval | None, form: str = ".4f") -> str:
@@ -115,11 +113,10 @@ def row(job: Job, scores: Scores, m: Measured, target: Scores, curve: list[Measu
 
 
 def table(out: Path) -> None:
-    pair = ModelPair.embedded(dtype=torch.bfloat16)
     rows: list[dict[str, Any]] = []
     for family in FAMILIES:
-        task, first = test_problems(family), (family, "rivals", 0, 0)
-        rivals = measured(out, first, pair, task)
+        first = (family, "rivals", 0, 0)
+        rivals = measured(out, first)
         target, curve = rivals[TARGET].scores, [rivals[s] for s in RIVALS]
         print(f"\n`{family}`: target-only {plus_minus(*mean_interval(target.tolist()))} (n = {len(target)})\n")
         print("| verifier | head | seed | accuracy | acceptance per position | over target | over static "
@@ -134,7 +131,7 @@ def table(out: Path) -> None:
                     job = (family, objective, mlp, seed)
                     if not (out / f"{name_of(job)}.done").exists():
                         continue
-                    (m,) = measured(out, job, pair, task).values()
+                    (m,) = measured(out, job).values()
                     steps = read_rows(out / name_of(job) / "metrics.jsonl")
                     seconds, rollouts = (sum(s[k] for s in steps) for k in ("seconds", "rollout_seconds"))
                     rows.append(row(job, m.scores, m, target, curve, seconds=seconds, over_rollouts=seconds / rollouts))

@@ -150,6 +150,80 @@ def verify_block_greedy(
     return Verified(num_accepted, next_token, _join(draft_tokens, num_accepted, next_token))
 
 
+def verify_block_jointly(
+    draft_tokens: Tensor,
+    draft_probs: Tensor,
+    nu: Tensor,
+    bonus_probs: Tensor,
+    u_accept: Tensor,
+    u_next: Tensor,
+    num_drafted: Tensor | None = None,
+) -> Verified:
+    """:func:`verify_block` with one decision over the block: tokens follow ``nu`` too, and on average more stay.
+
+    Block verification, Z. Sun et al. 2025 (arXiv 2403.10444), algorithm 2, with ``nu`` for their target. With
+    ``g_i = min(1, g_{i-1} nu_i(x_i) / q_i(x_i))``, ``g_0 = 1`` and the excess ``E_i = sum_x max(g_i nu_{i+1}(x) -
+    q_{i+1}(x), 0)``, the block of the first i tokens passes with probability ``E_i / (E_i + 1 - g_i)``, the whole of it
+    with ``g_n``; the longest that passes stays. What follows i tokens is drawn from norm(max(g_i nu_{i+1} - q_{i+1},
+    0)). Arguments and shapes as in :func:`verify_block`.
+    """
+    batch, n = draft_tokens.shape
+    if n == 0:
+        return verify_block(draft_tokens, draft_probs, nu, bonus_probs, u_accept, u_next, num_drafted)
+    nu, q = nu.double(), draft_probs.double()
+    index = draft_tokens.clamp(0, nu.shape[-1] - 1).unsqueeze(-1)
+    ratio = (nu.gather(-1, index) / q.gather(-1, index)).squeeze(-1)
+    joint = [torch.ones_like(ratio[:, 0])]
+    for i in range(n):
+        joint.append((joint[-1] * ratio[:, i]).clamp(max=1.0))
+    g = torch.stack(joint, 1)  # [B, n+1]
+    excess = (g[:, :n].unsqueeze(-1) * nu - q).clamp_min(0.0)  # [B, n, V], of the token after 0 .. n-1 others
+    mass = excess.sum(-1)[:, 1:]
+    below = mass + 1 - g[:, 1:n]
+    passes = torch.where(below > 0, mass / below, 0.0)  # 0/0 where nu = q: a longer block passes for certain
+    if num_drafted is None:
+        num_drafted = torch.full((batch,), n, device=nu.device)
+    length = torch.arange(1, n + 1, device=nu.device)
+    whole = length == num_drafted.unsqueeze(1)
+    passes = torch.where(whole, g[:, 1:], torch.nn.functional.pad(passes, (0, 1)))
+    stays = (u_accept.double() < passes) & (length <= num_drafted.unsqueeze(1))
+    num_accepted = (stays * length).amax(1)
+
+    row = num_accepted.clamp(max=n - 1).view(batch, 1, 1).expand(batch, 1, nu.shape[-1])
+    left = excess.gather(1, row).squeeze(1)
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, nu.gather(1, row).squeeze(1))
+    all_stay = (num_accepted == num_drafted).unsqueeze(-1)
+    next_token = sample(torch.where(all_stay, bonus_probs.to(left.dtype), left), u_next)
+    return Verified(num_accepted, next_token, _join(draft_tokens, num_accepted, next_token))
+
+
+def verify_block_tested(
+    draft_tokens: Tensor,
+    accepts: Tensor,
+    target_probs: Tensor,
+    bonus_probs: Tensor,
+    u_next: Tensor,
+    num_drafted: Tensor | None = None,
+) -> Verified:
+    """An acceptance test: drafted tokens stay as long as they pass; the target decides anew where one does not.
+
+    Args:
+        draft_tokens: [B, N].
+        accepts: boolean [B, N, V], the tokens that pass.
+        target_probs: ``p`` [B, N, V]: what a refused token is replaced from.
+        bonus_probs: [B, V], as in :func:`verify_block`.
+        u_next: uniform draws [B] for the recovered or bonus token.
+        num_drafted: [B], drafted tokens per sequence; all N where None.
+    """
+    batch, n, size = target_probs.shape
+    index = draft_tokens.clamp(0, size - 1).unsqueeze(-1)
+    num_accepted, drafted = _leading(accepts.gather(-1, index).squeeze(-1), num_drafted)
+    row = num_accepted.clamp(max=n - 1).view(batch, 1, 1).expand(batch, 1, size)
+    all_stay = (num_accepted == drafted).unsqueeze(-1)
+    next_token = sample(torch.where(all_stay, bonus_probs, target_probs.gather(1, row).squeeze(1)), u_next)
+    return Verified(num_accepted, next_token, _join(draft_tokens, num_accepted, next_token))
+
+
 def _leading(stays: Tensor, num_drafted: Tensor | None) -> tuple[Tensor, Tensor]:
     """How many leading tokens stay among the drafted ones, and how many were drafted; both [B]."""
     batch, n = stays.shape

@@ -13,10 +13,30 @@ from diversed.cli import app
 
 QUESTION = "Question: Ada has 12 nuts and sells 5. How many nuts are there now?\nAnswer:"
 ROW_KEYS = {
-    "verifier", "weight", "quality", "num_speculative_tokens", "temperature", "task", "n", "score", "score_ci",
-    "acceptance_rate", "acceptance_ci", "position_acceptance", "position_acceptance_ci",
-    "block_efficiency", "tokens_per_target_call", "tokens_per_second",
-    "normalised_time", "speedup", "seed", "provenance",
+    "verifier",
+    "weight",
+    "quality",
+    "num_speculative_tokens",
+    "temperature",
+    "task",
+    "n",
+    "score",
+    "score_ci",
+    "acceptance_rate",
+    "acceptance_ci",
+    "position_acceptance",
+    "position_acceptance_ci",
+    "block_efficiency",
+    "tokens_per_target_call",
+    "tokens_per_second",
+    "normalised_time",
+    "speedup",
+    "seed",
+    "provenance",
+}
+BENCH_KEYS = ROW_KEYS | {
+    "speedup_ci", "bias", "bias_ci", "total_variation", "time_split", "predicted_speedup", "predicted_speedup_ci",
+    "predicted_over_measured", "trained_on",
 }  # fmt: skip
 
 
@@ -31,6 +51,10 @@ def test_help_teaches():
         result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"})
         assert result.exit_code == 0
         assert "--seed" in result.output
+        assert "--json" in result.output
+    for command in ("report", "plan", "calibrate"):
+        result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"})
+        assert result.exit_code == 0
         assert "--json" in result.output
 
 
@@ -90,7 +114,7 @@ def test_bench_writes_rows_picture_and_resumes(tmp_path):
     assert first.exit_code == 0, first.output
     rows = json.loads((tmp_path / "o.json").read_text())
     assert [r["verifier"] for r in rows] == ["target-only", "draft-only", "lossless", "static:0.5", "learned"]
-    assert all(set(r) == ROW_KEYS for r in rows)
+    assert all(set(r) == BENCH_KEYS for r in rows)
     before = (tmp_path / "measurements.jsonl").read_bytes()
     assert CliRunner().invoke(app, args).exit_code == 0
     assert (tmp_path / "measurements.jsonl").read_bytes() == before
@@ -112,6 +136,7 @@ def test_bench_writes_rows_picture_and_resumes(tmp_path):
         (["generate", "--file", "/no/such/file"], "file='/no/such/file'"),
         (["bench", "-N", "0"], "num_speculative_tokens=0"),
         (["bench", "--task", "poems"], "task='poems' is unknown"),
+        (["plan", "--trace", "nowhere"], "folder: 'nowhere/measurements.jsonl' does not exist"),
         (["generate", "x", "--dtype", "int4"], "dtype='int4'"),
     ],
 )

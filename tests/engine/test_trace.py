@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from diversed import ModelPair, generate
+from diversed import ModelPair, Verifier, generate
+from diversed.theory import expected_blocks
+from diversed.verifiers import BlockVerification, TopKRelaxation
 from diversed.verifiers.learned import closed_form_features
 from models import noisy, pad_left, random_head, random_prompts, tiny
 
@@ -54,6 +57,15 @@ def test_every_value_equals_that_of_a_bare_forward_pass(
             "total_variation": (p - q).abs().sum(-1) / 2,
             "features": closed_form_features(p, q),
             "weight": VERIFIER.weight(p, q, *hidden),
+        }
+        nu = VERIFIER(p, q, *hidden)
+        if temperature == 0:  # the verdict is about argmaxes
+            p, q, nu = (torch.nn.functional.one_hot(x.argmax(-1), x.shape[-1]).float() for x in (p, q, nu))
+        kept = torch.minimum(q, nu)
+        of_the_draft |= {
+            "acceptance": kept.sum(-1),
+            "keep": (kept / nu).gather(-1, torch.tensor(new).unsqueeze(-1)).squeeze(-1).nan_to_num(0.0),
+            "bias": (nu - p).abs().sum(-1) / 2,
         }
         unknown = torch.tensor([o == "bonus" and bonus == "target" for o in trace.origin])
         for name, values in of_the_draft.items():
@@ -116,6 +128,32 @@ def test_position_acceptance_estimates_one_minus_w_tv(pair: ModelPair, num_specu
     ]
     assert out.stats.position_acceptance == pytest.approx(sum(expected) / len(expected), abs=0.02)
     assert out.stats.position_acceptance > out.stats.acceptance_rate
+
+
+@pytest.mark.parametrize("verifier", [VERIFIER, TopKRelaxation(20)], ids=["learned", "top-k"])
+def test_expected_blocks_of_recorded_texts_are_the_engines_for_every_n(pair: ModelPair, verifier: Verifier) -> None:
+    """Texts recorded at one N foretell the target passes at others."""
+    common = {"input_ids": torch.tensor([[9, 8, 7]] * 500), "verifier": verifier, "max_new_tokens": 16}
+    recorded = generate(pair, **common, num_speculative_tokens=4, seed=0, trace=True, bonus="verifier")
+    for n in (1, 3, 6):
+        foretold = [expected_blocks(t.keep.tolist(), n) for t in recorded.trace]
+        out = generate(pair, **common, num_speculative_tokens=n, seed=1000, bonus="verifier")
+        measured = [c.target_calls for c in out.stats.per_sequence]
+        error = (np.var(foretold) / 500 + np.var(measured) / 500) ** 0.5
+        assert abs(np.mean(foretold) - np.mean(measured)) < 4 * error
+        assert error < 0.15
+
+
+def test_acceptance_of_a_test_is_the_mass_it_accepts_and_a_joint_verdict_has_none(pair: ModelPair) -> None:
+    common = {"num_speculative_tokens": 3, "bonus": "verifier"}
+    tested = run(pair, verifier=TopKRelaxation(20), **common).trace[0]
+    alone = run(pair, verifier=TopKRelaxation(0), **common).trace[0]
+    assert (alone.acceptance == 0).all()
+    assert ((tested.acceptance >= 0) & (tested.acceptance <= 1 + 1e-6)).all()
+    assert tested.acceptance.max() > 0.1
+    joint = run(pair, verifier=BlockVerification(VERIFIER), **common).trace[0]
+    assert joint.keep.isnan().all()
+    assert not joint.bias.isnan().any()
 
 
 def test_target_only_decoding_has_no_acceptance_and_one_token_a_call(pair: ModelPair) -> None:

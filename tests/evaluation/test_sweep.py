@@ -11,19 +11,35 @@ from rich.console import Console
 
 from diversed.engine import ModelPair
 from diversed.evaluation import sweep as module
-from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, load_verifier
+from diversed.evaluation.rows import summarise
+from diversed.evaluation.settings import DRAFT_ONLY, RIVALS, TARGET_ONLY, Setting, load_verifier
 from diversed.evaluation.show import family, frontier_picture, frontier_table, write_json
-from diversed.evaluation.sweep import Plan, summarise, sweep
+from diversed.evaluation.sweep import Plan, header_of, sweep
 from diversed.tasks import load_task
-from diversed.verifiers import DistanceRule, EntropyRule, FavouriteRule, LearnedEnsemble, Lossless, StaticEnsemble
+from diversed.verifiers import (
+    BlockVerification,
+    Cactus,
+    CascadeOpt,
+    CascadeToken,
+    EntropyRule,
+    FavouriteRule,
+    FuzzyRule,
+    LearnedEnsemble,
+    Lenience,
+    Lossless,
+    StaticEnsemble,
+    TopKRelaxation,
+    TypicalAcceptance,
+)
 
 SETTINGS = (Setting(TARGET_ONLY, num_speculative_tokens=0), Setting("lossless"), Setting("static:0.3", quality=0.4))
-PLAN = Plan(SETTINGS, batch_size=3, timing_n=2, seed=5)
+PLAN = Plan(SETTINGS, batch_size=3, timing_n=2, seed=5, trace_n=4)
 KEYS = [
     "verifier", "weight", "quality", "num_speculative_tokens", "temperature", "task", "n", "score", "score_ci",
     "acceptance_rate", "acceptance_ci", "position_acceptance", "position_acceptance_ci",
     "block_efficiency", "tokens_per_target_call", "tokens_per_second",
-    "normalised_time", "speedup", "seed", "provenance",
+    "normalised_time", "speedup", "speedup_ci", "bias", "bias_ci", "total_variation", "time_split", "predicted_speedup",
+    "predicted_speedup_ci", "predicted_over_measured", "trained_on", "seed", "provenance",
 ]  # fmt: skip
 
 
@@ -44,23 +60,23 @@ def measured(pair, task):
 
 def test_every_setting_meets_every_prompt_once_per_pass(measured):
     for setting in SETTINGS:
-        timed = [m.start for m in measured if m.setting == setting and m.timed]
-        batched = [(m.start, len(m.scores)) for m in measured if m.setting == setting and not m.timed]
+        timed = [m.start for m in measured if m.setting == setting and m.kind == "timed"]
+        batched = [(m.start, len(m.scores)) for m in measured if m.setting == setting and m.kind == "scored"]
         assert sorted(timed) == [0, 1]
         assert sorted(batched) == [(0, 3), (3, 2)]
 
 
 def test_settings_take_turns_on_every_prompt():
-    order = [(s.label, start) for s, start, _, timed in PLAN.passes(5) if timed]
+    order = [(s.label, start) for s, start, _, kind, _ in PLAN.passes(5) if kind == "timed"]
     assert [start for _, start in order] == [0] * 3 + [1] * 3
     assert order[0][0] != order[3][0]
 
 
 def test_rows_equal_a_recomputation_from_the_measurements(measured, pair, task):
-    rows = summarise(measured, pair, task, PLAN)
+    rows = summarise(measured, SETTINGS, header_of(pair, task, PLAN)["provenance"])
     assert [list(r) for r in rows] == [KEYS] * 3
     for row, setting in zip(rows, SETTINGS, strict=True):
-        mine = [m for m in measured if m.setting == setting and not m.timed]
+        mine = [m for m in measured if m.setting == setting and m.kind == "scored"]
         scores = [x for m in mine for x in m.scores]
         tokens, calls = (sum(x for m in mine for x in getattr(m, k)) for k in ("tokens", "target_calls"))
         assert row["n"] == len(scores) == 5
@@ -91,14 +107,14 @@ def test_an_interrupted_sweep_goes_on_and_ends_like_an_uninterrupted_one(measure
     monkeypatch.setattr(module, "measure", failing)
     with pytest.raises(KeyboardInterrupt):
         sweep(pair, task, PLAN, path=path)
-    assert len(path.read_text().splitlines()) == 1 + 4
+    assert len(path.read_text().splitlines()) == 2 + 4
     with path.open("a") as file:
         file.write('{"setting": {"verif')  # what a power cut leaves of a line
     resumed = sweep(pair, task, PLAN, path=path)
     assert len(calls) == 5 + len(measured) - 4
 
     def counts(measurements):
-        return sorted((m.setting.label, m.start, m.timed, m.tokens, m.accepted, m.scores) for m in measurements)
+        return sorted((m.setting.label, m.start, m.kind, m.tokens, m.accepted, m.scores) for m in measurements)
 
     assert counts(resumed) == counts(measured)
     assert counts(sweep(pair, task, PLAN, path=path)) == counts(measured)  # nothing left to do
@@ -126,7 +142,7 @@ def test_a_full_disk_is_one_clear_error_and_keeps_what_was_measured(pair, task, 
 
 def test_table_and_picture(measured, pair, task, tmp_path):
     pytest.importorskip("matplotlib")
-    rows = summarise(measured, pair, task, PLAN)
+    rows = summarise(measured, SETTINGS, header_of(pair, task, PLAN)["provenance"])
     narrow = Console(width=80, file=io.StringIO())
     narrow.print(frontier_table(rows, "title", "exact match"))
     text = narrow.file.getvalue()
@@ -135,12 +151,17 @@ def test_table_and_picture(measured, pair, task, tmp_path):
     assert frontier_picture(rows, tmp_path / "new" / "f.png", "title", "exact match")
     assert (tmp_path / "new" / "f.png").read_bytes()[:4] == b"\x89PNG"
     assert [family(r) for r in rows] == [TARGET_ONLY, "lossless", "static:0.3"]
+    many = [r | {"verifier": name, "quality": None} for r in rows for name in RIVALS]  # more curves than colours
+    assert len({family(r) for r in many}) > 10
+    assert frontier_picture(many, tmp_path / "many.png", "title", "exact match")
+    assert family({"verifier": "block:static:0.5", "quality": None}) == "block:static"
+    assert family({"verifier": "transformers:assisted:0.5", "quality": None}) == "transformers:assisted:0.5"
 
 
 def test_draft_only_runs_the_draft(pair, task):
-    m = module.measure(pair, task, Setting(DRAFT_ONLY, num_speculative_tokens=0), 0, 2, timed=False, seed=0)
+    m = module.measure(pair, task, Setting(DRAFT_ONLY, num_speculative_tokens=0), 0, 2, kind="scored", seed=0)
     alone = replace(pair, target=pair.draft)
-    again = module.measure(alone, task, Setting(TARGET_ONLY, num_speculative_tokens=0), 0, 2, timed=False, seed=0)
+    again = module.measure(alone, task, Setting(TARGET_ONLY, num_speculative_tokens=0), 0, 2, kind="scored", seed=0)
     assert m.tokens == again.tokens
 
 
@@ -149,9 +170,21 @@ def test_draft_only_runs_the_draft(pair, task):
     [
         ("lossless", Lossless),
         ("entropy:0.7", EntropyRule),
-        ("tv:0.6", DistanceRule),
+        ("fuzzy-tv:0.6", FuzzyRule),
         ("favourite:0.1", FavouriteRule),
         ("static:0.7", StaticEnsemble),
+        ("lenience:0.5", Lenience),
+        ("cascade-opt:-0.2", CascadeOpt),
+        ("cascade-token:0.5", CascadeToken),
+        ("cactus:0.1", Cactus),
+        ("fuzzy-kl:0.5", FuzzyRule),
+        ("fuzzy-js:0.2", FuzzyRule),
+        ("typical:0.3", TypicalAcceptance),
+        ("typical:1,inf", TypicalAcceptance),
+        ("topk:3", TopKRelaxation),
+        ("topk:3,0.2", TopKRelaxation),
+        ("block", BlockVerification),
+        ("block:static:0.5", BlockVerification),
         ("learned", LearnedEnsemble),
         ("learned:tally", LearnedEnsemble),
     ],
@@ -160,7 +193,25 @@ def test_verifiers_by_name(spec, kind):
     assert isinstance(load_verifier(spec), kind)
 
 
-@pytest.mark.parametrize("spec", ["static:", "static:x", "static:1.2", "nope", "learned:nope", "no/head"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "static:",
+        "static:x",
+        "static:1.2",
+        "static:0.5,0.5",
+        "nope",
+        "learned:nope",
+        "no/head",
+        "lenience:0",
+        "topk:1.5",
+        "topk:inf",
+        "typical:0.1,0.2,0.3",
+        "fuzzy-js",
+        "block:nope",
+        "block:typical:0.3",
+    ],
+)
 def test_unknown_verifiers_are_one_clear_error(spec, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="verifier="):
@@ -170,3 +221,40 @@ def test_unknown_verifiers_are_one_clear_error(spec, monkeypatch):
 def test_lossless_has_no_dial(pair):
     with pytest.raises(ValueError, match="quality: lossless has no dial"):
         Setting("lossless", quality=0.5).prepare(pair)
+
+
+def test_a_control_samples_from_nu_one_token_at_a_time(pair, task):
+    """Its distribution is that of the verifier (tested in the engine); here: nothing is drafted."""
+    control = module.measure(pair, task, Setting("control:static:0"), 0, 2, kind="scored", seed=0)
+    assert control.drafted == [0, 0]
+    assert control.target_calls == control.tokens
+    draft = module.measure(pair, task, Setting(DRAFT_ONLY, num_speculative_tokens=0), 0, 2, kind="scored", seed=0)
+    assert control.tokens == draft.tokens  # weight 0 on the target is the draft, token for token
+
+
+def test_further_seeds_score_anew_and_are_averaged(pair, task):
+    settings = (Setting(TARGET_ONLY, num_speculative_tokens=0),)
+    plan = Plan(settings, batch_size=2, timing_n=0, seed=0, further_seeds=(1,))
+    passes = list(plan.passes(3))
+    assert [(p[1], p[2], p[4]) for p in passes] == [(0, 2, 0), (2, 3, 0), (0, 2, 1), (2, 3, 1)]
+    found = [module.measure(pair, task, s, a, min(b, 2), kind=k, seed=seed) for s, a, b, k, seed in passes if a == 0]
+    assert found[0].tokens != found[1].tokens
+    (row,) = summarise(found, settings, header_of(pair, task, plan)["provenance"])
+    assert row["seed"] == [0, 1]
+    assert row["n"] == 2
+    assert row["score"] == pytest.approx(sum(found[0].scores + found[1].scores) / 4)
+
+
+PAIRS = (("lossless", 7), ("static:0.5", 5))
+
+
+def test_a_trace_is_recorded_once_for_all_n():
+    settings = (Setting("lossless", None, 3), Setting("lossless", None, 7), Setting("static:0.5"), SETTINGS[0])
+    plan = Plan(settings, batch_size=4, timing_n=0, seed=0, trace_n=6)
+    traced = [(s.verifier, s.num_speculative_tokens, a, b) for s, a, b, kind, _ in plan.passes(9) if kind == "traced"]
+    assert sorted(traced) == [
+        ("lossless", 7, 0, 4),
+        ("lossless", 7, 4, 6),
+        ("static:0.5", 5, 0, 4),
+        ("static:0.5", 5, 4, 6),
+    ]

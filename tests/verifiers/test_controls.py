@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diversed.verification import total_variation
-from diversed.verifiers import DistanceRule, EntropyRule, FavouriteRule, SetAcceptance
+from diversed.verifiers import EntropyRule, FavouriteRule, FuzzyRule, SetAcceptance
 
 
 def test_weight_is_one_below_the_threshold_and_zero_above():
@@ -29,8 +29,8 @@ def test_a_threshold_below_zero_is_refused(threshold):
 def test_the_distance_rule_is_strict_where_the_models_disagree():
     p = torch.tensor([[0.9, 0.1], [0.5, 0.5]])
     q = torch.tensor([[0.2, 0.8], [0.4, 0.6]])  # TV .7 and .1
-    assert DistanceRule(0.6).weight(p, q, p, q).tolist() == [1.0, 0.0]
-    assert torch.equal(DistanceRule(0.6)(p, q, p, q), torch.stack([p[0], q[1]]))
+    assert FuzzyRule("tv", 0.6).weight(p, q, p, q).tolist() == [1.0, 0.0]
+    assert torch.equal(FuzzyRule("tv", 0.6)(p, q, p, q), torch.stack([p[0], q[1]]))
 
 
 def test_the_favourite_rule_is_strict_where_the_target_dislikes_the_drafts_favourite():
@@ -39,10 +39,9 @@ def test_the_favourite_rule_is_strict_where_the_target_dislikes_the_drafts_favou
     assert FavouriteRule(0.1).weight(p, q, p, q).tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("rule", [DistanceRule, FavouriteRule])
-def test_a_threshold_that_is_no_probability_is_refused(rule):
+def test_a_threshold_that_is_no_probability_is_refused():
     with pytest.raises(ValueError, match="threshold="):
-        rule(1.5)
+        FavouriteRule(1.5)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.7, 1.0])

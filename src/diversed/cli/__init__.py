@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diversed.cli import measuring, talking, training
+from diversed.cli import deciding, measuring, talking, training
 from diversed.cli.options import console, notes
 
 app = typer.Typer(
@@ -24,6 +24,9 @@ for command in (
     training.train,
     training.distill,
     measuring.bench,
+    deciding.report,
+    deciding.plan,
+    deciding.calibrate,
 ):
     app.command()(command)
 app.command("eval")(measuring.evaluate)
@@ -60,7 +63,7 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         notes.print(
-            "interrupted; what was done so far is kept: bench and eval go on by the same command, train and distill "
-            "with --resume added"
+            "interrupted; what was done so far is kept: bench, eval and calibrate go on by the same command, train and "
+            "distill with --resume added"
         )
         sys.exit(130)

@@ -89,15 +89,24 @@ def bench(
     target: TargetOption = None,
     draft: DraftOption = None,
     task: Annotated[
-        str | None, typer.Option(help=f"{TASK_HELP} Default: that of a training run among the verifiers, or shop.")
+        list[str] | None,
+        typer.Option(
+            help=f"{TASK_HELP} Repeat for several, each in a folder of its name. Default: that of a training run among "
+            "the verifiers, or shop."
+        ),
     ] = None,
     verifier: Annotated[
         list[str] | None,
         typer.Option(
-            help="Repeat for several: lossless, static:W, learned, the folder of a head or of a training run. "
-            "Default: a spread of all."
+            help="Repeat for several: lossless, block, static:W, learned, the folder of a head or of a training run, a "
+            "rival (lenience:L, cascade-opt:A, cascade-token:A, cactus:D, fuzzy-js:X, typical:E, topk:K,R, ...), "
+            "control:NAME (samples from nu, no verification). Default: a spread."
         ),
     ] = None,
+    rivals: Annotated[bool, typer.Option(help="Also every rival from the literature, each at a few knobs.")] = False,
+    peers: Annotated[
+        bool, typer.Option(help="Also generate() of transformers: target-only, assisted, assisted with a static blend.")
+    ] = False,
     quality: Annotated[
         list[float] | None, typer.Option(help="Repeat for several: dial settings of the learned heads.")
     ] = None,
@@ -105,64 +114,96 @@ def bench(
         list[int] | None, typer.Option("--num-speculative-tokens", "-N", help="Repeat for several; default 3, 5, 7.")
     ] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="Repeat for several; default 1.0.")] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Repeat for several; default 0. The first also draws the word problems.")
+    ] = None,
     reward: Annotated[str | None, typer.Option(help="Scores a task of your own rows: file.py:f or module:f.")] = None,
     n: Annotated[int, typer.Option(help="Prompts per setting.")] = 200,
     batch_size: Annotated[
         int, typer.Option(help="Prompts at a time for score and acceptance; 1: one pass serves speed too.")
     ] = 50,
     timing_n: Annotated[int, typer.Option(help="Prompts answered one at a time for wall-clock speed.")] = 20,
+    trace_n: Annotated[
+        int, typer.Option(help="Prompts answered with a trace, for bias and for diversed plan; once for all N.")
+    ] = 50,
     output_dir: Annotated[Path, typer.Option(help="Measurements, rows and picture; the same folder goes on.")] = Path(
         "runs/bench"
     ),
     data_dir: DataOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
-    seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
-    """Sweep verifiers, qualities, N and temperatures on one task: the frontier of score against acceptance and speed.
+    """Sweep verifiers, qualities, N and temperatures: the frontier of score against acceptance and speed.
 
     Target-only decoding always runs beside the others as the baseline. An interrupted run goes on where it stopped
-    when it is started again with the same --output-dir.
+    when it is started again with the same --output-dir, and verifiers can be added that way. Then: diversed report and
+    diversed plan.
 
       diversed bench --verifier lossless --verifier static:0.5 --verifier learned --quality 0.3 --quality 0.7 -N 5
+
+      diversed bench --task shop --task tally --rivals --peers --temperature 0 --temperature 1 --seed 0 --seed 1
     """
-    from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, load_verifier
+    from diversed.evaluation.settings import ASSISTED, PEER, RIVALS
+    from diversed.evaluation.show import write_json
     from diversed.evaluation.sweep import Plan
     from diversed.tasks.word_problems import FAMILIES
-    from diversed.verifiers import LearnedEnsemble
 
+    tasks = list(task or [])
     for spec in verifier or []:
-        if task is None and (Path(spec) / "config.json").is_file():
-            target, draft, task, reward = of_the_run(Path(spec), target, draft, task, reward)
-    task = task or "shop"
+        if not tasks and (Path(spec) / "config.json").is_file():
+            target, draft, found, reward = of_the_run(Path(spec), target, draft, None, reward)
+            tasks = [found]
+    tasks = tasks or ["shop"]
     embedded = target is None and draft is None
-    default = ["lossless", "static:0.8", "static:0.5", "static:0.2"] + (
-        [f"learned:{task}"] if embedded and task in FAMILIES else []
-    )
+    seeds = seed or [0]
+    pair = load_pair(target, draft, dtype, device)
+    rows: list[dict[str, Any]] = []
+    for name in tasks:
+        default = ["lossless", "static:0.8", "static:0.5", "static:0.2"]
+        default += [f"learned:{name}"] if embedded and name in FAMILIES else []
+        specs = [
+            *(verifier or default),
+            *(RIVALS if rivals else ()),
+            *((PEER, ASSISTED, f"{ASSISTED}:0.5") if peers else ()),
+        ]
+        settings = settings_of(specs, quality, num_speculative_tokens or [3, 5, 7], temperature or [1.0])
+        measured, _ = run_sweep(
+            pair,
+            name,
+            Plan(settings, batch_size, timing_n, seeds[0], trace_n, tuple(seeds[1:])),
+            n=n,
+            reward=reward,
+            data_dir=data_dir,
+            output_dir=output_dir if len(tasks) == 1 else output_dir / Path(name).stem,
+            json_file=None,
+            resume=True,
+            title=f"{name}: {target or 'embedded pair'}",
+        )
+        rows += measured
+    if json_file is not None:
+        write_json(rows, json_file)
+
+
+def settings_of(
+    specs: list[str], qualities: list[float] | None, counts: list[int], temperatures: list[float]
+) -> tuple[Any, ...]:
+    """Every verifier at every quality (where it is learned), N and temperature, beside target-only and draft-only."""
+    from diversed.evaluation.settings import DRAFT_ONLY, PEER, TARGET_ONLY, Setting, head_of
+
+    for count in counts:
+        if count < 1:
+            raise ValueError(f"num_speculative_tokens={count} must be at least 1; target-only runs in any case")
     settings: list[Setting] = []
-    for t in temperature or [1.0]:
-        settings += [Setting(TARGET_ONLY, num_speculative_tokens=0, temperature=t)]
-        settings += [Setting(DRAFT_ONLY, num_speculative_tokens=0, temperature=t)]
-        for count in num_speculative_tokens or [3, 5, 7]:
-            if count < 1:
-                raise ValueError(f"num_speculative_tokens={count} must be at least 1; target-only runs in any case")
-            for spec in verifier or default:
-                learned = isinstance(load_verifier(spec), LearnedEnsemble)
-                for q in (quality or [0.1, 0.3, 0.5, 0.7, 0.9]) if learned else [None]:
-                    settings.append(Setting(spec, q, count, t))
-    run_sweep(
-        load_pair(target, draft, dtype, device),
-        task,
-        Plan(tuple(dict.fromkeys(settings)), batch_size, timing_n, seed),
-        n=n,
-        reward=reward,
-        data_dir=data_dir,
-        output_dir=output_dir,
-        json_file=json_file,
-        resume=True,
-        title=f"{task}: {target or 'embedded pair'}",
-    )
+    for t in temperatures:
+        settings += [Setting(spec, num_speculative_tokens=0, temperature=t) for spec in (TARGET_ONLY, DRAFT_ONLY)]
+        for count in counts:
+            for spec in specs:
+                for q in [None] if head_of(spec) is None else (qualities or [0.1, 0.3, 0.5, 0.7, 0.9]):
+                    setting = Setting(spec, q, count, t)
+                    alone = setting.is_control or spec == PEER
+                    settings.append(Setting(spec, q, 0, t) if alone else setting)
+    return tuple(dict.fromkeys(settings))
 
 
 def evaluate(
@@ -226,7 +267,7 @@ def evaluate(
         resume=True,
         title=f"{task}, {split} split: {run}",
     )
-    measured = by_setting(measurements, timed=batch_size == 1)
+    measured = by_setting(measurements, kind=plan.judged)
     measured = {s: m for s, m in measured.items() if s in plan.settings}
     found = statements(measured, baseline, curve)
     console.print(statement_table(found, len(measured[baseline].scores)))
@@ -271,8 +312,9 @@ def run_sweep(
     reward: str | None = None,
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """Measure, then print the table and write rows and picture. Returns the rows and what they were made of."""
+    from diversed.evaluation.rows import summarise
     from diversed.evaluation.show import frontier_picture, frontier_table, write_json
-    from diversed.evaluation.sweep import summarise, sweep
+    from diversed.evaluation.sweep import read_measurements, sweep
     from diversed.tasks import load_task
 
     if plan.batch_size < 1:
@@ -290,7 +332,7 @@ def run_sweep(
         measured = sweep(
             pair, task, plan, path=path, progress=lambda done, total: bar.update(job, completed=done, total=total)
         )
-    rows = summarise(measured, pair, task, plan)
+    rows = summarise(measured, plan.settings, read_measurements(path).provenance)
     for file in filter(None, (output_dir / "rows.json", json_file)):
         write_json(rows, file)
     console.print(frontier_table(rows, title, task.score_name))

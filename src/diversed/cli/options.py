@@ -57,7 +57,7 @@ CompileOption = Annotated[
         "--compile", help="Compile the forward passes of single sequences: a wait of seconds to minutes, then faster."
     ),
 ]
-SeedOption = Annotated[int, typer.Option(help="Makes the run reproducible: prompt i draws from seed + i.")]
+SeedOption = Annotated[int, typer.Option(help="Makes the run reproducible; each prompt draws from a seed of its own.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the results to this file, as JSON rows.")]
 DataOption = Annotated[
     Path | None, typer.Option(help="Folder with the tasks' data; default $DIVERSED_DATA, else the Hub.")

@@ -17,8 +17,16 @@ from diversed.engine.output import Counts, FinishReason, TimeSplit
 from diversed.engine.pair import ModelPair
 from diversed.engine.sampling import Sampler
 from diversed.engine.stopping import Stopping
-from diversed.engine.tracing import Kept, SeenBlock, see
-from diversed.verification import Verified, mask_to_support, sample, verify_block, verify_block_greedy
+from diversed.engine.tracing import Kept, Rule, SeenBlock, see
+from diversed.verification import (
+    Verified,
+    mask_to_support,
+    sample,
+    verify_block,
+    verify_block_greedy,
+    verify_block_jointly,
+    verify_block_tested,
+)
 from diversed.verifiers import Verifier
 
 Bonus = Literal["target", "verifier"]
@@ -282,31 +290,41 @@ def verify(
     n, device = positions - 1, p.device
     count = torch.tensor(num_drafted, device=device)
     last = count.view(-1, 1, 1).expand(-1, 1, p.shape[-1])
-    q = draft_hidden = weight = None
-    nu = p[:, :0]
+    q = draft_hidden = weight = accepts = None
+    joint = getattr(settings.verifier, "joint", False)
+    nu = given = p[:, :0]
     if block is not None and block.probs.shape[1]:
         q, draft_hidden = block.probs.to(device), block.hidden.to(device)
         k = q.shape[1]
         known = (p[:, :k], q, target_hidden[:, :k], draft_hidden)
-        nu = settings.verifier(*known)
+        nu = given = settings.verifier(*known)
         if support is not None:
             nu = mask_to_support(nu, p[:, :k], support[:, :k])
+        if hasattr(settings.verifier, "accepts"):  # no rejection sampling: a test that drafted tokens pass or fail
+            accepts = settings.verifier.accepts(p[:, :k], q)
+            accepts = accepts if support is None else accepts & support[:, :k]
+            if settings.sampler.greedy:
+                nu = torch.where(accepts.gather(-1, q.argmax(-1, keepdim=True)), q, p[:, :k])
         if settings.trace and hasattr(settings.verifier, "weight"):
             weight = settings.verifier.weight(*known)
-    finite = torch.stack([all_finite(probs) for probs in (p, p if q is None else q, nu)])
+    finite = torch.stack([all_finite(probs) for probs in (p, p if q is None else q, given)])
     bonus_from = nu if settings.bonus == "verifier" and q is not None else p
     bonus_probs = bonus_from.gather(1, last).squeeze(1)
     tokens = torch.zeros(batch, 0, dtype=torch.long, device=device) if block is None else block.tokens.to(device)
     if settings.sampler.greedy:
         result = verify_block_greedy(tokens, nu[:, :n], bonus_probs, count)
+    elif accepts is not None and n > 0:
+        result = verify_block_tested(tokens, accepts[:, :n], p[:, :n], bonus_probs, u[:, -1], count)
     else:
         half = settings.num_speculative_tokens
         q_drawn = p[:, :0] if q is None else q[:, :n]
-        result = verify_block(tokens, q_drawn, nu[:, :n], bonus_probs, u[:, half : half + n], u[:, -1], count)
+        decide = verify_block_jointly if joint else verify_block
+        result = decide(tokens, q_drawn, nu[:, :n], bonus_probs, u[:, half : half + n], u[:, -1], count)
     verdict = Verdict(result, finite)
     if not settings.trace:
         return verdict, None
-    return verdict, see(p, q, weight, target_hidden, draft_hidden, result.tokens, pair.hidden_sizes[1])
+    rule = None if q is None else Rule(p[:, : q.shape[1]], q, nu, accepts, settings.sampler.greedy, joint)
+    return verdict, see(p, q, weight, target_hidden, draft_hidden, result.tokens, pair.hidden_sizes[1], rule)
 
 
 def all_finite(probs: Tensor) -> Tensor:

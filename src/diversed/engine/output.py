@@ -110,7 +110,10 @@ class Stats(Counts):
 class Trace:
     """How each token of one sequence came about; L tokens. NaN where a value does not exist.
 
-    ``weight`` is NaN for verifiers that are no blend. At a bonus token only the target's side exists, unless
+    ``weight`` is NaN for verifiers that are no blend, ``acceptance`` and ``keep`` where a block is verified jointly. At
+    temperature 0 these two and ``bias`` speak of the argmaxes, so they are 0 or 1.
+
+    At a bonus token only the target's side exists, unless
     ``bonus="verifier"``. All of it belongs to the position, so a recovered token carries the w and TV that rejected
     the drafted one.
     """
@@ -121,6 +124,11 @@ class Trace:
     target_prob: Tensor  #: p of the token, [L]
     draft_prob: Tensor  #: q of the token, [L]
     total_variation: Tensor  #: TV(p, q) at the position, [L]
+    acceptance: (
+        Tensor  #: probability that a drafted token stays at the position, [L]; 1 - TV(q, nu) unless it is a test
+    )
+    keep: Tensor  #: probability that this token was an accepted draft, given that it came out, [L]; see theory.py
+    bias: Tensor  #: TV(nu, p) at the position, [L]
     features: Tensor  #: closed-form features of p and q (verifiers.learned), [L, 8]
     target_hidden: Tensor  #: [L, H_target]
     draft_hidden: Tensor  #: [L, H_draft]

@@ -24,6 +24,9 @@ class SeenBlock:
     draft_prob: Tensor
     weight: Tensor
     total_variation: Tensor
+    acceptance: Tensor
+    keep: Tensor
+    bias: Tensor
     features: Tensor  #: [B, n + 1, 8]
     target_hidden: Tensor  #: [B, n + 1, H_target]
     draft_hidden: Tensor  #: [B, n + 1, H_draft]
@@ -37,10 +40,12 @@ def see(
     draft_hidden: Tensor | None,
     tokens: Tensor,
     draft_hidden_size: int,
+    rule: Rule | None,
 ) -> SeenBlock:
     """Reduce one step: p [B, n+1, V] against q [B, K, V], K <= n+1, and the tokens [B, n+1] that came of it."""
     known = 0 if q is None else q.shape[1]
     pick = tokens.clamp_min(0).unsqueeze(-1)
+    acceptance, keep, bias = (None, None, None) if rule is None else rule.measure(tokens[:, :known])
 
     def whole(values: Tensor | None, *size: int) -> Tensor:
         out = torch.full((*tokens.shape, *size), torch.nan, device=p.device)
@@ -54,10 +59,38 @@ def see(
         draft_prob=whole(None if q is None else q.gather(-1, pick[:, :known]).squeeze(-1)),
         weight=whole(weight),
         total_variation=whole(None if q is None or half is None else total_variation(half, q)),
+        acceptance=whole(acceptance),
+        keep=whole(keep),
+        bias=whole(bias),
         features=whole(None if q is None or half is None else closed_form_features(half, q), NUM_FEATURES),
         target_hidden=target_hidden.float().cpu(),
         draft_hidden=whole(draft_hidden, draft_hidden_size),
     )
+
+
+@dataclass
+class Rule:
+    """How a step was decided: p, q and nu, all [B, K, V], and what else the verdict depended on."""
+
+    p: Tensor
+    q: Tensor
+    nu: Tensor
+    accepts: Tensor | None  #: boolean [B, K, V] of an acceptance test
+    greedy: bool
+    joint: bool
+
+    def measure(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Acceptance, keep probability of the tokens [B, K] that came out (see :class:`Trace`), and bias; [B, K]."""
+        p, q, nu = self.p, self.q, self.nu
+        if self.greedy:
+            p, q, nu = (torch.zeros_like(x).scatter_(-1, x.argmax(-1, keepdim=True), 1.0) for x in (p, q, nu))
+        bias = total_variation(nu, p)
+        if self.joint and not self.greedy:
+            return None, None, bias
+        accepted = torch.minimum(q, nu) if self.accepts is None or self.greedy else q.masked_fill(~self.accepts, 0.0)
+        pick = tokens.clamp_min(0).unsqueeze(-1)
+        out = nu.gather(-1, pick).clamp_min(torch.finfo(nu.dtype).tiny)
+        return accepted.sum(-1), (accepted.gather(-1, pick) / out).squeeze(-1).clamp(max=1.0), bias
 
 
 @dataclass
@@ -93,6 +126,9 @@ def join(token_ids: list[int], pieces: list[Kept]) -> Trace:
         target_prob=gathered("target_prob", of_the_draft=False),
         draft_prob=gathered("draft_prob"),
         total_variation=gathered("total_variation"),
+        acceptance=gathered("acceptance"),
+        keep=gathered("keep"),
+        bias=gathered("bias"),
         features=gathered("features"),
         target_hidden=gathered("target_hidden", of_the_draft=False),
         draft_hidden=gathered("draft_hidden"),

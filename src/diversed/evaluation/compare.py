@@ -9,10 +9,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from diversed.evaluation.rows import by_prompt
 from diversed.evaluation.settings import Setting
-from diversed.evaluation.statistics import Interval, normal_interval, ratio_interval
+from diversed.evaluation.statistics import Interval, normal_interval, percentile_interval, ratio_interval, resamples
 from diversed.evaluation.statistics import mean_interval as interval_of_mean
-from diversed.evaluation.sweep import Measurement
+from diversed.evaluation.sweep import Kind, Measurement
 
 Scores = NDArray[np.float64]
 
@@ -22,25 +23,33 @@ class Measured:
     """One setting over a task's prompts, in order."""
 
     setting: Setting
-    scores: Scores  #: [n]
+    scores: Scores  #: [n], the mean over seeds
     acceptance: float | None  #: per examined position
     acceptance_ci: Interval | None
+    accepted: Scores | None = None  #: [n], drafts that stayed
+    examined: Scores | None = None  #: [n], drafts that were looked at
 
 
-def by_setting(measurements: Sequence[Measurement], *, timed: bool) -> dict[Setting, Measured]:
-    """Scores per prompt, and acceptance pooled, of every setting; of the timed passes or of the others."""
+def by_setting(
+    measurements: Sequence[Measurement], *, kind: Kind, prompts: range | None = None
+) -> dict[Setting, Measured]:
+    """Scores per prompt, and acceptance pooled, of every setting in the passes of one kind; of ``prompts`` only, where
+    given, and then of the settings that met them all."""
     found: dict[Setting, list[Measurement]] = {}
     for m in measurements:
-        if m.timed == timed:
+        if m.kind == kind:
             found.setdefault(m.setting, []).append(m)
     result = {}
     for setting, parts in found.items():
-        parts.sort(key=lambda m: m.start)
-        scores = np.array([s for m in parts for s in m.scores], dtype=np.float64)
-        accepted = [a for m in parts for a in m.accepted]
-        examined = [a + r for m in parts for a, r in zip(m.accepted, m.rejected, strict=True)]
-        rate, ci = ratio_interval(accepted, examined) if sum(examined) else (None, None)
-        result[setting] = Measured(setting, scores, rate, ci)
+        values = {name: by_prompt(parts, name) for name in ("scores", "accepted", "rejected")}
+        wanted = list(values["scores"]) if prompts is None else list(prompts)
+        if not set(wanted) <= values["scores"].keys():
+            continue
+        scores = np.array([np.mean(values["scores"][i]) for i in wanted], dtype=np.float64)
+        accepted = np.array([sum(values["accepted"][i]) for i in wanted], dtype=np.float64)
+        examined = accepted + np.array([sum(values["rejected"][i]) for i in wanted], dtype=np.float64)
+        rate, ci = ratio_interval(accepted.tolist(), examined.tolist()) if examined.sum() else (None, None)
+        result[setting] = Measured(setting, scores, rate, ci, accepted, examined)
     return result
 
 
@@ -61,6 +70,36 @@ def at_acceptance(curve: Sequence[Measured], acceptance: float) -> Scores | None
             share = (acceptance - a) / (b - a) if b > a else 0.0
             return (1 - share) * low.scores + share * high.scores
     return None
+
+
+def gain_at_equal_acceptance(
+    ours: Measured, curve: Sequence[Measured], *, draws: int = 2000, seed: int = 0
+) -> tuple[float, Interval] | None:
+    """How far a score lies above a rival's curve at the same acceptance: a paired bootstrap over prompts.
+
+    Every resample of the prompts moves all scores and all acceptances, ours and the curve's, and is interpolated anew,
+    so the interval also covers that acceptances are estimates. None where the curve does not reach our acceptance (in
+    the data, or in more than one resample of twenty).
+    """
+    n = len(ours.scores)
+    weights = np.concatenate([np.ones((1, n)), resamples(n, draws, seed)])
+
+    def figures(m: Measured) -> tuple[Scores, Scores]:
+        assert m.accepted is not None
+        assert m.examined is not None
+        return (weights @ m.accepted) / np.maximum(weights @ m.examined, 1e-12), weights @ m.scores / n
+
+    rivals = [m for m in curve if m.acceptance is not None]
+    if ours.acceptance is None or len(rivals) < 2:
+        return None
+    at, score = figures(ours)
+    rates, scores = (np.stack(x, 1) for x in zip(*map(figures, rivals), strict=True))
+    order = np.argsort(rates, 1)
+    rates, scores = np.take_along_axis(rates, order, 1), np.take_along_axis(scores, order, 1)
+    rows = zip(at, rates, scores, strict=True)
+    gains = score - np.array([np.interp(x, xs, ys, left=np.nan, right=np.nan) for x, xs, ys in rows])
+    interval = percentile_interval(gains[1:])
+    return None if interval is None or np.isnan(gains[0]) else (float(gains[0]), interval)
 
 
 @dataclass(frozen=True)
@@ -87,7 +126,7 @@ def statements(measured: dict[Setting, Measured], baseline: Setting, curve: Sequ
             continue
         score, score_ci = interval_of_mean(m.scores.tolist())
         over, over_ci = paired_difference(m.scores, measured[baseline].scores)
-        static = at_acceptance([r for r in rivals if r.setting != setting], m.acceptance)
-        gain, gain_ci = (None, None) if static is None else paired_difference(m.scores, static)
+        against = gain_at_equal_acceptance(m, [r for r in rivals if r.setting != setting])
+        gain, gain_ci = (None, None) if against is None else against
         found.append(Statement(setting, score, score_ci, m.acceptance, m.acceptance_ci, over, over_ci, gain, gain_ci))
     return found

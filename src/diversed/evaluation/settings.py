@@ -11,23 +11,57 @@ from typing import Any
 
 from diversed.engine import ModelPair
 from diversed.verifiers import (
-    DistanceRule,
+    BlockVerification,
+    Cactus,
+    CascadeOpt,
+    CascadeToken,
     EntropyRule,
     FavouriteRule,
+    FuzzyRule,
     LearnedEnsemble,
+    Lenience,
     Lossless,
     SetAcceptance,
     StaticEnsemble,
+    TopKRelaxation,
+    TypicalAcceptance,
     Verifier,
 )
+from diversed.verifiers.ensemble import check_fraction
 
-RULES: dict[str, tuple[Callable[[float], Verifier], str]] = {
+RULES: dict[str, tuple[Callable[..., Verifier], str]] = {
+    "static": (lambda weight: StaticEnsemble(weight), "a weight on the target between 0 and 1, say static:0.7"),
     "entropy": (EntropyRule, "a threshold in nats, say entropy:0.7"),
-    "tv": (DistanceRule, "a threshold between 0 and 1, say tv:0.6"),
     "favourite": (FavouriteRule, "a probability, say favourite:0.1"),
     "acceptance": (SetAcceptance, "a rate, say acceptance:0.7"),
+    "lenience": (Lenience, "a number above 0 and at most 1, say lenience:0.5"),
+    "cascade-opt": (CascadeOpt, "alpha, say cascade-opt:0.2"),
+    "cascade-token": (CascadeToken, "alpha, at most 1, say cascade-token:0.5"),
+    "cactus": (Cactus, "delta, say cactus:0.1"),
+    "fuzzy-kl": (functools.partial(FuzzyRule, "kl"), "a threshold in nats, say fuzzy-kl:0.5"),
+    "fuzzy-js": (functools.partial(FuzzyRule, "js"), "a threshold in nats, say fuzzy-js:0.2"),
+    "fuzzy-tv": (functools.partial(FuzzyRule, "tv"), "a threshold between 0 and 1, say fuzzy-tv:0.6"),
+    "typical": (TypicalAcceptance, "epsilon, or epsilon,delta, say typical:0.3 or typical:0.3,0.6"),
+    "topk": (
+        lambda k, ratio=0.0: TopKRelaxation(int(k) if k == int(k) else k, ratio),
+        "k, or k,ratio, say topk:3 or topk:3,0.2",
+    ),
 }
+# A few knobs each from cautious to permissive, for a first look at where their curves lie.
+RIVALS = (
+    "block",
+    *("lenience:0.5", "lenience:0.2", "lenience:0.05"),
+    *("cascade-opt:-0.3", "cascade-opt:0", "cascade-opt:0.3"),
+    *("cascade-token:0.2", "cascade-token:0.6", "cascade-token:0.9"),
+    *("cactus:0.02", "cactus:0.2", "cactus:1"),
+    *("fuzzy-kl:0.5", "fuzzy-kl:2", "fuzzy-js:0.1", "fuzzy-js:0.3", "fuzzy-tv:0.3", "fuzzy-tv:0.6"),
+    *("typical:0.3", "typical:0.09", "typical:0.01", "topk:2,0.3", "topk:5,0.1"),
+    *("entropy:0.3", "entropy:0.7", "entropy:1.5"),
+    *("control:static:0.5",),
+)
 TARGET_ONLY, DRAFT_ONLY = "target-only", "draft-only"
+CONTROL = "control:"  # before a verifier's name: sample from its nu, one token at a time, with nothing to verify
+PEER, ASSISTED = "transformers", "transformers:assisted"  # generate() of transformers, as it is; ASSISTED:W blends
 
 
 @functools.lru_cache(maxsize=64)
@@ -35,23 +69,21 @@ def load_verifier(spec: str) -> Verifier:
     """A verifier from its name.
 
     ``lossless``; ``static:0.7`` (the weight on the target); the training-free rules ``entropy:0.7`` (strict below so
-    many nats), ``tv:0.6`` (strict above that TV) and ``favourite:0.1`` (strict where p of the draft's favourite lies
-    below); ``acceptance:0.7`` (that rate, whatever the models: to size the gain); ``learned`` or ``learned:tally``
-    (the embedded pair's heads); or the folder or Hub id of a trained head, or a training run's folder.
+    many nats) and ``favourite:0.1`` (strict where p of the draft's favourite lies below); the rivals of ``RULES``, by
+    their knobs; ``block`` or ``block:static:0.7`` (block verification of another verifier); ``acceptance:0.7`` (that
+    rate, whatever the models: to size the gain); ``learned`` or ``learned:tally`` (the embedded pair's heads); or the
+    folder or Hub id of a trained head, or a training run's folder.
     """
     kind, _, argument = spec.partition(":")
     if spec == "lossless":
         return Lossless()
-    if kind == "static":
-        try:
-            return StaticEnsemble(float(argument))
-        except ValueError as error:
-            raise ValueError(f"verifier={spec!r}: write static:W with a weight W in [0, 1], say static:0.7") from error
-    if kind in RULES and argument:
+    if kind == "block":
+        return BlockVerification(load_verifier(argument or "lossless"))
+    if kind in RULES:
         rule, meaning = RULES[kind]
         try:
-            return rule(float(argument))
-        except ValueError as error:
+            return rule(*map(float, argument.split(",")))
+        except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"verifier={spec!r}: write {kind}:X with {meaning} ({error})") from error
     if kind == "learned":
         from diversed.pairs import HEADS
@@ -61,8 +93,8 @@ def load_verifier(spec: str) -> Verifier:
         return load_verifier(str(Path(spec) / "head"))  # a training run's folder
     if not Path(spec).is_dir() and spec.count("/") != 1:
         raise ValueError(
-            f"verifier={spec!r} is unknown: use lossless, static:W, entropy:H, learned (the embedded pair's head), or "
-            "the folder or Hub id of a trained head or a training run"
+            f"verifier={spec!r} is unknown: use lossless, block, {':X, '.join(RULES)}:X, learned (the embedded pair's "
+            "head), or the folder or Hub id of a trained head or a training run"
         )
     try:
         return LearnedEnsemble.from_pretrained(spec)
@@ -72,13 +104,22 @@ def load_verifier(spec: str) -> Verifier:
         ) from error
 
 
+def head_of(spec: str) -> LearnedEnsemble | None:
+    """The learned verifier behind a setting's name, where there is one."""
+    if spec in (TARGET_ONLY, DRAFT_ONLY) or spec.partition(":")[0] == PEER:
+        return None
+    verifier = load_verifier(spec.removeprefix(CONTROL))
+    inner = verifier.verifier if isinstance(verifier, BlockVerification) else verifier
+    return inner if isinstance(inner, LearnedEnsemble) else None
+
+
 @functools.cache
 def fingerprint(spec: str) -> str | None:
     """Which head a name stands for right now: a hash of its parameters. None for verifiers without any."""
-    verifier = None if spec in (TARGET_ONLY, DRAFT_ONLY) else load_verifier(spec)
-    if not isinstance(verifier, LearnedEnsemble):
+    head = head_of(spec)
+    if head is None:
         return None
-    state = verifier.head.state_dict()
+    state = head.head.state_dict()
     content = b"".join(state[name].contiguous().numpy().tobytes() for name in sorted(state))
     return hashlib.sha256(content).hexdigest()[:12]
 
@@ -92,7 +133,13 @@ def _head_folder(heads: Path, task: str, spec: str) -> Path:
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of a sweep. ``verifier`` is a name for :func:`load_verifier`, or target-only or draft-only."""
+    """One row of a sweep.
+
+    ``verifier`` is a name for :func:`load_verifier`; or target-only or draft-only; or ``control:NAME``, which samples
+    from the nu of NAME one token at a time; or a peer: ``transformers`` (target-only ``generate``),
+    ``transformers:assisted`` (its assisted generation) and ``transformers:assisted:0.7`` (with that
+    ``assistant_ensemble_weight``).
+    """
 
     verifier: str
     quality: float | None = None
@@ -101,7 +148,27 @@ class Setting:
 
     @property
     def speculates(self) -> bool:
-        return self.verifier not in (TARGET_ONLY, DRAFT_ONLY)
+        """Whether our engine drafts and verifies."""
+        return self.verifier not in (TARGET_ONLY, DRAFT_ONLY) and not self.is_peer and not self.is_control
+
+    @property
+    def is_control(self) -> bool:
+        return self.verifier.startswith(CONTROL)
+
+    @property
+    def is_peer(self) -> bool:
+        return self.verifier.partition(":")[0] == PEER
+
+    @property
+    def assistant_weight(self) -> float | None:
+        """A peer's ``assistant_ensemble_weight``."""
+        weight = self.verifier.removeprefix(ASSISTED).removeprefix(":") if self.is_peer else ""
+        if not weight or self.verifier == PEER:
+            return None
+        try:
+            return check_fraction("weight", float(weight))
+        except ValueError as error:
+            raise ValueError(f"verifier={self.verifier!r}: write {PEER}, {ASSISTED} or {ASSISTED}:0.7") from error
 
     @property
     def weight(self) -> float | None:
@@ -110,7 +177,13 @@ class Setting:
             verifier = load_verifier(self.verifier)
             assert isinstance(verifier, StaticEnsemble)
             return verifier.weight_on_target
+        if self.is_peer:
+            return 1.0 if self.assistant_weight is None else self.assistant_weight
         return {TARGET_ONLY: 1.0, "lossless": 1.0, DRAFT_ONLY: 0.0}.get(self.verifier)
+
+    def at_n(self, num_speculative_tokens: int) -> Setting:
+        """The same verifier, quality and temperature at another N."""
+        return replace(self, num_speculative_tokens=num_speculative_tokens)
 
     @property
     def label(self) -> str:
@@ -124,9 +197,14 @@ class Setting:
         if self.verifier == DRAFT_ONLY:
             alone = replace(pair, target=pair.draft, target_name=pair.draft_name)
             return alone, common | {"num_speculative_tokens": 0}
-        verifier = load_verifier(self.verifier)
+        if self.is_peer:
+            return pair, common | {"num_speculative_tokens": self.num_speculative_tokens}
+        verifier = load_verifier(self.verifier.removeprefix(CONTROL))
         if self.quality is not None:
-            if not isinstance(verifier, StaticEnsemble | LearnedEnsemble):
+            inner = verifier.verifier if isinstance(verifier, BlockVerification) else verifier
+            if not isinstance(inner, StaticEnsemble | LearnedEnsemble):
                 raise ValueError(f"quality: {self.verifier} has no dial; choose static:W or a learned head")
-            verifier = verifier.at(quality=self.quality)
+            verifier = verifier.at(quality=self.quality)  # type: ignore[attr-defined]
+        if self.is_control:
+            return pair, common | {"verifier": verifier, "num_speculative_tokens": 0, "bonus": "verifier"}
         return pair, common | {"verifier": verifier, "num_speculative_tokens": self.num_speculative_tokens}

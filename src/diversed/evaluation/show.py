@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from diversed.evaluation.compare import Statement
+from diversed.evaluation.settings import CONTROL, PEER
 from diversed.evaluation.sweep import Row
 
 
@@ -95,8 +97,20 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
 
 
 def family(row: Row) -> str:
-    """Which curve of the picture a row belongs to."""
-    return str(row["verifier"]).partition(":")[0] if row["quality"] is None else str(row["verifier"])
+    """Which curve of the picture a row belongs to: a head along the dial, or a rule along its knob."""
+    name = str(row["verifier"])
+    if row["quality"] is not None or name.startswith(PEER):
+        return name
+    wrapped = [prefix for prefix in (CONTROL, "block:") if name.startswith(prefix)]
+    return "".join(wrapped) + name.removeprefix("".join(wrapped)).partition(":")[0]
+
+
+def style_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A colour and a marker for each curve."""
+    import matplotlib.pyplot as plt
+
+    colours, markers = plt.get_cmap("tab20").colors, "osD^vP*X<>"
+    return {n: {"color": colours[i % 20], "marker": markers[i % len(markers)]} for i, n in enumerate(names)}
 
 
 def frontier_picture(rows: Sequence[Row], path: Path, title: str, score_name: str) -> bool:
@@ -113,7 +127,7 @@ def frontier_picture(rows: Sequence[Row], path: Path, title: str, score_name: st
     if any(r["speedup"] for r in rows):
         measured.append(("speedup", "wall-clock speed-up over target-only"))
     figure, axes = plt.subplots(1, len(measured), figsize=(5.2 * len(measured), 4), squeeze=False, sharey=True)
-    colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+    styles = style_of(names)
     for axis, (key, label) in zip(axes[0], measured, strict=True):
         for name in names:
             points = sorted(
@@ -125,8 +139,8 @@ def frontier_picture(rows: Sequence[Row], path: Path, title: str, score_name: st
             y = [p[1] for p in points]
             low = [max(0.0, p[1] - p[2][0]) for p in points]
             high = [max(0.0, p[2][1] - p[1]) for p in points]
-            style = "o-" if len(points) > 1 else "o"
-            axis.errorbar(x, y, (low, high), fmt=style, capsize=2, ms=4, lw=1.3, label=name, color=colours[name])
+            style = styles[name] | {"ls": "-" if len(points) > 1 else ""}
+            axis.errorbar(x, y, (low, high), capsize=2, ms=4, lw=1.3, label=name, **style)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(f"{score_name} (95 % interval)")

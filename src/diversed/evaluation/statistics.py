@@ -43,3 +43,28 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
         return ratio, (-math.inf, math.inf)
     half = Z * math.sqrt(n / (n - 1) * float(((a - ratio * b) ** 2).sum())) / total
     return ratio, (ratio - half, ratio + half)
+
+
+def resamples(n: int, draws: int = 2000, seed: int = 0) -> NDArray[np.float64]:
+    """How often each of ``n`` prompts is drawn in each bootstrap resample, [draws, n]; rows sum to n."""
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(n, np.full(n, 1 / n), size=draws).astype(float)
+
+
+def percentile_interval(values: NDArray[np.float64]) -> Interval | None:
+    """The middle 95 % of bootstrap values; None where more than one in twenty does not exist."""
+    found = values[np.isfinite(values)]
+    if len(found) < 0.95 * len(values):
+        return None
+    low, high = np.quantile(found, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def median_ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, Interval | None]:
+    """Ratio of two medians over the same prompts, with a bootstrap interval over prompts."""
+    a, b = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
+    ratio = float(np.median(a) / np.median(b))
+    if len(a) < 3 or len(a) != len(b):
+        return ratio, None
+    pick = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))
+    return ratio, percentile_interval(np.median(a[pick], 1) / np.median(b[pick], 1))

@@ -3,46 +3,72 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 
-from diversed.engine import GenerationOutput, ModelPair, generate
-from diversed.evaluation.settings import TARGET_ONLY, Setting, fingerprint
-from diversed.evaluation.statistics import mean_interval, ratio_interval
+from diversed.engine import GenerationOutput, ModelPair, Trace, generate
+from diversed.evaluation.peers import generate_by_transformers
+from diversed.evaluation.settings import Setting, fingerprint, head_of
 from diversed.tasks import Task, judge, request
+from diversed.theory import expected_blocks
 
 Row = dict[str, Any]
+Kind = Literal["timed", "scored", "traced"]
+LONGEST_BLOCK = 16  # traces foretell the number of target passes for every N up to this
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to measure.
 
-    Each setting answers the task's prompts twice over: ``timing_n`` of them one at a time, for speed, and all of them
-    in batches of ``batch_size``, for score and acceptance. With ``batch_size=1`` one pass serves both.
+    Each setting answers the task's prompts up to three times over: ``timing_n`` of them one at a time, for speed; all
+    of them in batches of ``batch_size``, for score and acceptance, once per seed; and ``trace_n`` of them with a trace,
+    for bias and for the number of target passes at other N. With ``batch_size=1`` one pass serves speed and score.
     """
 
     settings: tuple[Setting, ...]
     batch_size: int
     timing_n: int
     seed: int
+    trace_n: int = 0
+    further_seeds: tuple[int, ...] = ()
 
-    def passes(self, n: int) -> Iterator[tuple[Setting, int, int, bool]]:
-        """(setting, first prompt, end, timed) in the order of measuring. Settings take turns on every chunk, in an
+    @property
+    def judged(self) -> Kind:
+        """The passes that score and acceptance are taken from."""
+        return "timed" if self.batch_size == 1 else "scored"
+
+    @property
+    def traced_settings(self) -> tuple[Setting, ...]:
+        """One setting for each verifier, quality and temperature: what a trace tells does not depend on N."""
+        longest: dict[Setting, Setting] = {}
+        for s in self.settings:
+            same = s.at_n(0)
+            if s.speculates and s.num_speculative_tokens >= longest.get(same, same).num_speculative_tokens:
+                longest[same] = s
+        return tuple(longest.values())
+
+    def passes(self, n: int) -> Iterator[tuple[Setting, int, int, Kind, int]]:
+        """(setting, first prompt, end, kind, seed) in the order of measuring. Settings take turns on every chunk, in an
         order that rotates, so that a drift of the machine hits all alike."""
-        chunks = [(i, i + 1, True) for i in range(min(self.timing_n, n) if self.batch_size > 1 else 0)]
-        chunks += [(i, min(i + self.batch_size, n), self.batch_size == 1) for i in range(0, n, self.batch_size)]
-        for turn, (start, end, timed) in enumerate(chunks):
-            shift = turn % len(self.settings)
-            for setting in self.settings[shift:] + self.settings[:shift]:
-                yield setting, start, end, timed
+        size, one_by_one = self.batch_size, min(self.timing_n, n) if self.batch_size > 1 else 0
+        traced = min(self.trace_n, n)
+        chunks: list[tuple[int, int, Kind, int]] = [(i, i + 1, "timed", self.seed) for i in range(one_by_one)]
+        chunks += [(i, min(i + size, traced), "traced", self.seed) for i in range(0, traced, size)]
+        for seed in (self.seed, *self.further_seeds):
+            chunks += [(i, min(i + size, n), self.judged, seed) for i in range(0, n, size)]
+        for turn, (start, end, kind, seed) in enumerate(chunks):
+            settings = self.traced_settings if kind == "traced" else self.settings
+            shift = turn % len(settings) if settings else 0
+            for setting in settings[shift:] + settings[:shift]:
+                yield setting, start, end, kind, seed
 
 
 @dataclass(frozen=True)
@@ -51,7 +77,8 @@ class Measurement:
 
     setting: Setting
     start: int
-    timed: bool  # one prompt at a time, for speed
+    kind: Kind
+    seed: int
     scores: list[float]
     drafted: list[int]
     accepted: list[int]
@@ -59,11 +86,13 @@ class Measurement:
     target_calls: list[int]
     tokens: list[int]
     time: dict[str, float]  # seconds, the parts of TimeSplit
+    trace: dict[str, list[Any]] | None = None  # of a traced pass, see trace_sums
     head: str | None = None  # which parameters a learned verifier had (fingerprint)
+    trained_on: str | None = None  # the task of a learned verifier
 
     @property
-    def key(self) -> tuple[Setting, int, bool]:
-        return self.setting, self.start, self.timed
+    def key(self) -> tuple[Setting, int, Kind, int]:
+        return self.setting, self.start, self.kind, self.seed
 
     @property
     def seconds(self) -> float:
@@ -71,15 +100,19 @@ class Measurement:
 
 
 def measure(
-    pair: ModelPair, task: Task, setting: Setting, start: int, end: int, *, timed: bool, seed: int
+    pair: ModelPair, task: Task, setting: Setting, start: int, end: int, *, kind: Kind, seed: int
 ) -> Measurement:
     """Run one setting on prompts start..end and score what it writes."""
-    out = answer(pair, task, setting, start, end, seed=seed)
+    # A trace needs q at every position, and texts that follow nu: the bonus token from nu gives both.
+    trace: dict[str, Any] = {"trace": True, "bonus": "verifier"} if kind == "traced" else {}
+    out = answer(pair, task, setting, start, end, seed=seed, **trace)
     counts = out.stats.per_sequence
+    head = head_of(setting.verifier)
     return Measurement(
         setting,
         start,
-        timed,
+        kind,
+        seed,
         scores=judge(task.score, task.examples[start:end], out.texts, "score"),
         drafted=[sum(c.drafted) for c in counts],
         accepted=[sum(c.accepted) for c in counts],
@@ -87,18 +120,46 @@ def measure(
         target_calls=[c.target_calls for c in counts],
         tokens=[c.tokens for c in counts],
         time=asdict(out.stats.time),
+        trace=None if out.trace is None else trace_sums(out.trace),
         head=fingerprint(setting.verifier),
+        trained_on=None if head is None else head.head.task,
     )
 
 
+def trace_sums(traces: Sequence[Trace]) -> dict[str, list[Any]]:
+    """Per prompt: the sums of TV(p, q), acceptance and bias over its positions, and the expected number of target
+    passes for N = 1, 2, ... (None where a verdict falls on whole blocks, which positions do not tell)."""
+
+    def total(values: torch.Tensor) -> float | None:
+        found = float(values.double().sum())
+        return None if math.isnan(found) else round(found, 6)
+
+    blocks: list[list[float] | None] = []
+    for t in traces:
+        keep = t.keep.tolist()
+        joint = any(map(math.isnan, keep))
+        every_n = range(1, LONGEST_BLOCK + 1)
+        blocks.append(None if joint else [round(expected_blocks(keep, n), 4) for n in every_n])
+    return {
+        "positions": [len(t.token_ids) for t in traces],
+        "total_variation": [total(t.total_variation) for t in traces],
+        "acceptance": [total(t.acceptance) for t in traces],
+        "bias": [total(t.bias) for t in traces],
+        "blocks": blocks,
+    }
+
+
 def answer(
-    pair: ModelPair, task: Task, setting: Setting, start: int, end: int, *, seed: int, trace: bool = False
+    pair: ModelPair, task: Task, setting: Setting, start: int, end: int, *, seed: int, **options: Any
 ) -> GenerationOutput:
-    """Generate for prompts start..end of a task. Prompt i draws from seed + i under every setting."""
+    """Generate for prompts start..end of a task; ``options`` are further arguments of ``generate``. Prompt i draws from
+    ``seed * 2**20 + i`` under every setting."""
     asked = request(task, task.examples[start:end])
     models, arguments = setting.prepare(pair)
-    seeds = [seed + i for i in range(start, end)]
-    return generate(models, **asked, **arguments, seed=seeds, trace=trace)
+    seeds = [(seed << 20) + i for i in range(start, end)]
+    if setting.is_peer:
+        return generate_by_transformers(models, asked, setting, seeds)
+    return generate(models, **asked, **(arguments | options), seed=seeds)
 
 
 def sweep(
@@ -114,18 +175,17 @@ def sweep(
     With ``path``, each measurement is appended to that JSONL file at once and what the file already holds is not
     measured again; the first line records the run's configuration, and another configuration is refused.
     """
-    header = {"config": configuration(pair, task, plan)}
-    found = read_measurements(path, header) if path is not None else []
+    found = continue_file(path, header_of(pair, task, plan), plan) if path is not None else []
     # A head that was trained on since is another head, and measured anew.
     done = [m for m in found if m.setting not in plan.settings or m.head == fingerprint(m.setting.verifier)]
     known = {m.key for m in done}
-    todo = [p for p in plan.passes(len(task.examples)) if (p[0], p[1], p[3]) not in known]
+    todo = [p for p in plan.passes(len(task.examples)) if (p[0], p[1], p[3], p[4]) not in known]
     total = len(todo) + len(done)
     progress(len(done), total)
-    for setting in {p[0] for p in todo if p[3]}:  # the first call of anything is slow and says nothing
+    for setting in {p[0] for p in todo if p[3] == "timed"}:  # the first call of anything is slow and says nothing
         answer(pair, task, setting, 0, 1, seed=plan.seed)
-    for i, (setting, start, end, timed) in enumerate(todo):
-        m = measure(pair, task, setting, start, end, timed=timed, seed=plan.seed)
+    for i, (setting, start, end, kind, seed) in enumerate(todo):
+        m = measure(pair, task, setting, start, end, kind=kind, seed=seed)
         done.append(m)
         if path is not None:
             append_line(path, asdict(m))
@@ -134,7 +194,7 @@ def sweep(
 
 
 def configuration(pair: ModelPair, task: Task, plan: Plan) -> Row:
-    """What must agree for two runs to be one: the pair, the task, batches and seed. Settings may be added."""
+    """What must agree for two runs to be one: the pair, the task, batches, seed. Settings and seeds may be added."""
     return {
         "target": pair.target_name,
         "draft": pair.draft_name,
@@ -144,9 +204,27 @@ def configuration(pair: ModelPair, task: Task, plan: Plan) -> Row:
         "max_new_tokens": task.max_new_tokens,
         "batch_size": plan.batch_size,
         "timing_n": plan.timing_n,
+        "trace_n": plan.trace_n,
         "seed": plan.seed,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
     }
+
+
+def header_of(pair: ModelPair, task: Task, plan: Plan) -> Row:
+    """The first line of a file: the configuration, and where the numbers come from."""
+    from diversed import __version__
+
+    config = configuration(pair, task, plan)
+    versions = {
+        "score": task.score_name,
+        "diversed": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": str(pair.target.device),
+        "threads": torch.get_num_threads(),
+    }
+    return {"config": config, "provenance": config | versions}
 
 
 def append_line(path: Path, row: Row) -> None:
@@ -162,90 +240,88 @@ def append_line(path: Path, row: Row) -> None:
         ) from error
 
 
-def read_measurements(path: Path, header: Row) -> list[Measurement]:
-    """The measurements a file holds. A line cut off by a crash is dropped; a new file gets its header."""
+@dataclass
+class Recorded:
+    """What a measurements file holds."""
+
+    config: Row
+    provenance: Row
+    measurements: list[Measurement]
+    plan: Plan  #: every setting and seed that was ever asked for
+
+    def missing(self) -> dict[Setting, int]:
+        """How many passes were planned and are not there, by setting."""
+        known = {m.key for m in self.measurements}
+        absent = dict.fromkeys(self.plan.settings, 0)
+        for setting, start, _, kind, seed in self.plan.passes(self.config["n"]):
+            absent[setting] += (setting, start, kind, seed) not in known
+        return {setting: count for setting, count in absent.items() if count}
+
+
+def continue_file(path: Path, header: Row, plan: Plan) -> list[Measurement]:
+    """The measurements of a file to be gone on with, after noting in it what is planned now.
+
+    A last line that was cut off is dropped; a new file gets its header.
+    """
+    if path.exists():
+        whole, _, cut = path.read_text(encoding="utf-8").rpartition("\n")
+        if cut:
+            path.write_text(whole + "\n" if whole else "", encoding="utf-8")
     if not path.exists() or not path.stat().st_size:
         append_line(path, header)
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole, _, cut = text.rpartition("\n")
-    if cut:
-        path.write_text(whole + "\n" if whole else "", encoding="utf-8")
-    lines = [json.loads(line) for line in whole.splitlines()]
-    if not lines:
-        append_line(path, header)
-        return []
-    if lines[0] != header:
-        old, new = lines[0].get("config", {}), header["config"]
+    there = read_measurements(path)
+    if there.config != header["config"]:
+        old, new = there.config, header["config"]
         differs = ", ".join(f"{k}: {old.get(k)} there, {new[k]} now" for k in new if old.get(k) != new[k])
         raise ValueError(f"output_dir: {str(path)!r} belongs to another run ({differs}); choose another folder")
-    return [Measurement(**(row | {"setting": Setting(**row["setting"])})) for row in lines[1:]]
+    settings = [s for s in plan.settings if s not in there.plan.settings]
+    seeds = [s for s in plan.further_seeds if s not in there.plan.further_seeds]
+    if settings or seeds:
+        append_line(path, {"planned": [asdict(s) for s in settings], "further_seeds": seeds})
+    return there.measurements
 
 
-def summarise(measurements: Sequence[Measurement], pair: ModelPair, task: Task, plan: Plan) -> list[Row]:
-    """One row per setting, with the keys every command's JSON shares; what does not apply is None.
+def read_measurements(path: Path) -> Recorded:
+    """What a file holds; a last line that was cut off is left out.
 
-    ``normalised_time`` is the median time per token over prompts, one at a time, over that of target-only decoding
-    at the same temperature in the same run; ``speedup`` its inverse.
+    Raises:
+        ValueError: no such file, an empty one, one that is no bench's, or one that holds several runs.
     """
-    rows = []
-    per_token: dict[Setting, float] = {}
-    for setting in plan.settings:
-        times = [m.seconds / sum(m.tokens) for m in measurements if m.setting == setting and m.timed]
-        if times:
-            per_token[setting] = statistics.median(times)
-    for setting in plan.settings:
-        quality = [m for m in measurements if m.setting == setting and m.timed == (plan.batch_size == 1)]
-        if not quality:
-            continue
-        scores, drafted, accepted, rejected, calls, tokens = (
-            [x for m in quality for x in getattr(m, name)]
-            for name in ("scores", "drafted", "accepted", "rejected", "target_calls", "tokens")
-        )
-        score, score_ci = mean_interval(scores)
-        rate, rate_ci = ratio_interval(accepted, drafted) if sum(drafted) else (None, None)
-        examined = [a + r for a, r in zip(accepted, rejected, strict=True)]
-        at_position, at_position_ci = ratio_interval(accepted, examined) if sum(examined) else (None, None)
-        baseline = per_token.get(Setting(TARGET_ONLY, None, 0, setting.temperature))
-        mine = per_token.get(setting)
-        normalised = mine / baseline if mine and baseline else None
-        rows.append(
-            {
-                "verifier": setting.verifier,
-                "weight": setting.weight,
-                "quality": setting.quality,
-                "num_speculative_tokens": setting.num_speculative_tokens,
-                "temperature": setting.temperature,
-                "task": task.name,
-                "n": len(scores),
-                "score": score,
-                "score_ci": score_ci,
-                "acceptance_rate": rate,
-                "acceptance_ci": rate_ci,
-                "position_acceptance": at_position,
-                "position_acceptance_ci": at_position_ci,
-                "block_efficiency": 1 + sum(accepted) / sum(calls) if setting.speculates else None,
-                "tokens_per_target_call": sum(tokens) / sum(calls) if setting.verifier != "draft-only" else None,
-                "tokens_per_second": 1 / mine if mine else None,
-                "normalised_time": normalised,
-                "speedup": 1 / normalised if normalised else None,
-                "seed": plan.seed,
-                "provenance": provenance(pair, task, plan),
-            }
-        )
-    return rows
-
-
-def provenance(pair: ModelPair, task: Task, plan: Plan) -> Row:
-    """Where the numbers come from."""
-    from diversed import __version__
-
-    return configuration(pair, task, plan) | {
-        "score": task.score_name,
-        "diversed": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "device": str(pair.target.device),
-        "threads": torch.get_num_threads(),
-    }
+    if not path.is_file():
+        raise ValueError(f"folder: {str(path)!r} does not exist: give a folder that diversed bench wrote")
+    lines = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
+    if not lines:
+        raise ValueError(f"folder: {str(path)!r} is empty: nothing was measured yet; run diversed bench on it first")
+    found: list[Measurement] = []
+    header: Row = {}
+    settings: list[Setting] = []
+    seeds: list[int] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if "planned" in row:
+                settings += [Setting(**s) for s in row["planned"]]
+                seeds += row["further_seeds"]
+            elif "config" not in row:
+                found.append(Measurement(**(row | {"setting": Setting(**row["setting"])})))
+            elif not header:
+                header = row
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"folder: line {number} of {str(path)!r} is no measurement ({type(error).__name__}: {error}); it was "
+                "written by something else, or by another version: measure into a new folder"
+            ) from error
+        if "config" in row and row["config"] != header["config"]:
+            old, new = header["config"], row["config"]
+            differs = ", ".join(f"{k}: {old.get(k)} and {new.get(k)}" for k in new if old.get(k) != new.get(k))
+            raise ValueError(
+                f"folder: {str(path)!r} holds results of two runs ({differs}): keep each run in its own folder"
+            )
+    if not header:
+        raise ValueError(f"folder: {str(path)!r} does not begin with a run's configuration: measure into a new folder")
+    config: Row = header["config"]
+    plan = Plan(
+        tuple(settings), config.get("batch_size", 1), config.get("timing_n", 0), config.get("seed", 0),
+        config.get("trace_n", 0), tuple(seeds),
+    )  # fmt: skip
+    return Recorded(config, header.get("provenance") or config, found, plan)

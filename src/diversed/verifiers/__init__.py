@@ -1,18 +1,37 @@
 """Verifiers: maps (target_probs, draft_probs, target_hidden, draft_hidden) to a verification distribution."""
 
-from diversed.verifiers.controls import DistanceRule, EntropyRule, FavouriteRule, SetAcceptance
+from diversed.verifiers.controls import EntropyRule, FavouriteRule, SetAcceptance
 from diversed.verifiers.ensemble import Lossless, StaticEnsemble, Verifier, scale_odds
 from diversed.verifiers.learned import EnsembleHead, LearnedEnsemble
+from diversed.verifiers.rivals import (
+    AcceptanceTest,
+    BlockVerification,
+    Cactus,
+    CascadeOpt,
+    CascadeToken,
+    FuzzyRule,
+    Lenience,
+    TopKRelaxation,
+    TypicalAcceptance,
+)
 
 __all__ = [
-    "DistanceRule",
+    "AcceptanceTest",
+    "BlockVerification",
+    "Cactus",
+    "CascadeOpt",
+    "CascadeToken",
     "EnsembleHead",
     "EntropyRule",
     "FavouriteRule",
+    "FuzzyRule",
     "LearnedEnsemble",
+    "Lenience",
     "Lossless",
     "SetAcceptance",
     "StaticEnsemble",
+    "TopKRelaxation",
+    "TypicalAcceptance",
     "Verifier",
     "scale_odds",
 ]

@@ -28,19 +28,6 @@ class EntropyRule(Ensemble):
 
 
 @dataclass(frozen=True)
-class DistanceRule(Ensemble):
-    """Strict where the models disagree: w = 1 where TV(p, q) lies above ``threshold``, else 0."""
-
-    threshold: float
-
-    def __post_init__(self) -> None:
-        check_fraction("threshold", self.threshold)
-
-    def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
-        return (total_variation(target_probs, draft_probs) > self.threshold).to(target_probs.dtype)
-
-
-@dataclass(frozen=True)
 class FavouriteRule(Ensemble):
     """Strict where the target thinks little of the draft's favourite: w = 1 where p(argmax q) < ``threshold``."""
 

@@ -17,6 +17,9 @@ class Verifier(Protocol):
 
     ``nu`` at a position may depend on the prefix alone (through both models' probabilities and the hidden states
     that predict the position), never on the drafted token: that keeps rejection sampling exact for ``nu``.
+
+    What else the engine asks for, where a verifier has it: ``weight`` for traces, ``check_fits`` and ``to`` of learned
+    ones, ``joint`` (decide over blocks as a whole) and ``accepts`` (no rejection sampling but a test; rivals.py).
     """
 
     def __call__(

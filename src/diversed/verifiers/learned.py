@@ -14,6 +14,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
 from diversed.verification import total_variation
+from diversed.verifiers.calibration import Calibration, load_calibration
 from diversed.verifiers.ensemble import Ensemble, check_fraction, log_odds, scale_odds
 
 NUM_FEATURES = 8
@@ -181,12 +182,13 @@ class LearnedEnsemble(Ensemble):
     """nu = w p + (1 - w) q with w = sigmoid(head + log-odds of quality) at each position.
 
     ``same_names=False`` lets the head serve a pair of other names, say a renamed folder; sizes and vocabulary must
-    fit all the same.
+    fit all the same. ``calibration`` is what ``diversed calibrate`` measured along the dial, if it did.
     """
 
     head: EnsembleHead
     quality: float = 0.5
     same_names: bool = True
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         check_fraction("quality", self.quality)
@@ -204,20 +206,49 @@ class LearnedEnsemble(Ensemble):
         at_home = self.head.mean.device == device
         return self if at_home else replace(self, head=copy.deepcopy(self.head).to(device))
 
-    def at(self, *, quality: float) -> LearnedEnsemble:
-        """The same head with the odds of its weight scaled: 0.5 as trained, 1 lossless, 0 takes every draft."""
-        return replace(self, quality=check_fraction("quality", quality))
+    def at(
+        self,
+        *,
+        quality: float | None = None,
+        min_quality: float | None = None,
+        max_normalised_time: float | None = None,
+    ) -> LearnedEnsemble:
+        """The same head with the odds of its weight scaled: 0.5 as trained, 1 lossless, 0 takes every draft.
+
+        Instead of ``quality``, a calibrated head takes a wish: ``min_quality``, the task's score to keep, or
+        ``max_normalised_time``, time per token over target-only decoding, or both (:meth:`Calibration.quality_for`).
+
+        Raises:
+            ValueError: a value out of range, a head without calibration, or a wish that nothing measured meets.
+        """
+        if min_quality is None and max_normalised_time is None:
+            if quality is None:
+                raise ValueError("quality, min_quality, max_normalised_time: give one of them")
+            return replace(self, quality=check_fraction("quality", quality))
+        if quality is not None:
+            raise ValueError("quality is the raw dial: give it alone, or min_quality and max_normalised_time instead")
+        if self.calibration is None:
+            raise ValueError(
+                "min_quality, max_normalised_time: this head has no calibration.json; make it with diversed calibrate, "
+                "or give quality"
+            )
+        found = self.calibration.quality_for(min_quality=min_quality, max_normalised_time=max_normalised_time)
+        return replace(self, quality=found)
 
     @classmethod
     def from_pretrained(cls, source: str | Path, *, same_names: bool = True, **kwargs: Any) -> Self:
         """Load a head from a folder or the Hub (``model.safetensors`` and ``config.json``)."""
         with contextlib.redirect_stdout(io.StringIO()):  # the mixin announces itself where a command's text should be
             head = EnsembleHead.from_pretrained(source, **kwargs)
-        return cls(head.eval().requires_grad_(False), same_names=same_names)
+        where = {k: v for k, v in kwargs.items() if k in ("revision", "token", "cache_dir", "local_files_only")}
+        calibration = load_calibration(source, **where)
+        return cls(head.eval().requires_grad_(False), same_names=same_names, calibration=calibration)
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """Write ``model.safetensors``, ``config.json`` and the model card."""
+        """Write ``model.safetensors``, ``config.json``, the model card, and ``calibration.json`` where there is one."""
         self.head.save_pretrained(folder, **kwargs)
+        if self.calibration is not None:
+            self.calibration.save(folder)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload what :meth:`save_pretrained` writes."""

@@ -1,0 +1,391 @@
+"""What benches found: tables, pictures, and statements where intervals separate; as Markdown and as one HTML page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+from diversed.evaluation.compare import Measured, by_setting, gain_at_equal_acceptance, paired_difference
+from diversed.evaluation.pictures import pictures_of
+from diversed.evaluation.rows import summarise
+from diversed.evaluation.settings import TARGET_ONLY, Setting
+from diversed.evaluation.show import family, number
+from diversed.evaluation.sweep import Recorded, Row, read_measurements
+
+Cells = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of the report. ``text`` is a heading, a paragraph, a list item or a picture's SVG by ``kind``."""
+
+    kind: Literal["title", "heading", "text", "item", "table", "picture"]
+    text: str = ""
+    header: Cells = ()
+    rows: Sequence[Cells] = ()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One measurements file and its rows."""
+
+    path: Path
+    recorded: Recorded
+    rows: list[Row]
+
+    @property
+    def name(self) -> str:
+        c = self.recorded.config
+        return f"{c['task']}: {Path(c['target']).name} with {Path(c['draft']).name}"
+
+
+def load_benches(folders: Sequence[Path]) -> list[Bench]:
+    """Every measurements file in the folders and below, with rows recomputed from it.
+
+    Raises:
+        ValueError: a folder without any, or a file that is empty, cut up, or holds two runs.
+    """
+    benches: list[Bench] = []
+    for folder in folders:
+        paths = [folder] if folder.is_file() else sorted(folder.rglob("measurements.jsonl"))
+        if not paths:
+            raise ValueError(f"folder: {str(folder)!r} holds no measurements.jsonl: give a folder of diversed bench")
+        for path in paths:
+            recorded = read_measurements(path)
+            benches.append(
+                Bench(path, recorded, summarise(recorded.measurements, recorded.plan.settings, recorded.provenance))
+            )
+    return benches
+
+
+def report_blocks(benches: Sequence[Bench]) -> list[Block]:
+    """The whole report."""
+    blocks = [
+        Block("title", "Relaxed speculative decoding: measured frontiers"),
+        Block(
+            "text",
+            "Intervals are 95 %, over prompts. Acceptance is per examined position. Bias is the mean TV(nu, p) over "
+            "positions of texts that follow nu. Speed-up is over target-only decoding in the same engine, one prompt "
+            "at a time, all settings taking turns on each prompt; its interval is a bootstrap over prompts. Predicted "
+            "÷ measured: theory on recorded texts and measured costs, against the clock.",
+        ),
+    ]
+    for bench in benches:
+        blocks += bench_blocks(bench)
+    blocks += paper_blocks(benches) + transfer_blocks(benches)
+    return blocks
+
+
+def bench_blocks(bench: Bench) -> list[Block]:
+    p, rows = bench.recorded.provenance, bench.rows
+    blocks = [
+        Block("heading", bench.name),
+        Block(
+            "text",
+            f"Split {p['split']}, {p['n']} prompts, {p['max_new_tokens']} new tokens at most; seed {p['seed']}; "
+            f"{p['dtype']} on {p.get('device')}, {p.get('threads')} threads; diversed {p.get('diversed')}, "
+            f"torch {p.get('torch')}, transformers {p.get('transformers')}. Measurements: {bench.path.name}.",
+        ),
+    ]
+    absent = bench.recorded.missing()
+    if absent:
+        names = ", ".join(f"{label(s)} ({count})" for s, count in absent.items())
+        blocks.append(
+            Block(
+                "text",
+                f"Unfinished: {sum(absent.values())} passes of {len(absent)} settings are missing: {names}. Run the "
+                "same bench again with the same folder to go on; until then the figures below rest on what is there.",
+            )
+        )
+    if not rows:
+        return [*blocks, Block("text", "Nothing was scored yet.")]
+    blocks.append(Block("table", header=TABLE_HEADER, rows=[table_cells(r) for r in rows]))
+    blocks += statement_blocks(bench)
+    blocks += [Block("picture", svg, header=(title,)) for title, svg in pictures_of(rows, bench.recorded)]
+    return blocks
+
+
+def label(setting: Setting) -> str:
+    count = f", N {setting.num_speculative_tokens}" if setting.num_speculative_tokens else ""
+    return f"{setting.label}{count}, T {setting.temperature:g}"
+
+
+TABLE_HEADER = (
+    "verifier", "quality", "N", "T", "score", "acceptance", "bias", "block efficiency", "tokens/s", "normalised time",
+    "speed-up", "predicted ÷ measured", "prefill / draft / target / verification / rest",
+)  # fmt: skip
+
+
+def plus_minus(value: float | None, interval: Sequence[float] | None, form: str = ".3f") -> str:
+    """The value and half the width of its interval."""
+    if value is None:
+        return "–"
+    half = "" if interval is None else f" ± {(interval[1] - interval[0]) / 2:{form}}"
+    return f"{value:{form}}{half}"
+
+
+def table_cells(row: Row) -> list[str]:
+    split = row["time_split"]
+    shares = "–"
+    if split is not None:
+        total = sum(split.values())
+        shares = " / ".join(f"{100 * seconds / total:.0f}" for seconds in split.values()) + " %"
+    speed = plus_minus(row["speedup"], row["speedup_ci"], ".2f")
+    return [
+        row["verifier"],
+        "–" if row["quality"] is None else f"{row['quality']:g}",
+        str(row["num_speculative_tokens"]) if row["num_speculative_tokens"] else "–",
+        f"{row['temperature']:g}",
+        plus_minus(row["score"], row["score_ci"]),
+        plus_minus(row["position_acceptance"], row["position_acceptance_ci"]),
+        plus_minus(row["bias"], row["bias_ci"]),
+        number(row["block_efficiency"]),
+        number(row["tokens_per_second"], ".0f"),
+        number(row["normalised_time"], ".3f"),
+        speed,
+        number(row["predicted_over_measured"]),
+        shares,
+    ]
+
+
+def statement_blocks(bench: Bench) -> list[Block]:
+    """Sentences for every comparison whose interval excludes 0, and how many were made."""
+    found, made = statements_of(bench)
+    blocks = [
+        Block("heading", f"{bench.name}: what intervals separate"),
+        Block(
+            "text",
+            f"{made} paired comparisons were made, each at 95 %; {len(found)} separate and are listed. Of comparisons "
+            "without any difference about one in twenty would be listed too.",
+        ),
+    ]
+    return blocks + [Block("item", sentence) for sentence in found]
+
+
+def statements_of(bench: Bench) -> tuple[list[str], int]:
+    """The sentences, and the number of comparisons behind them. Only prompts that every setting met are compared."""
+    recorded = bench.recorded
+    score = recorded.provenance.get("score", "score")
+    done = [r["n"] for r in bench.rows]
+    measured = by_setting(recorded.measurements, kind=recorded.plan.judged, prompts=range(min(done)))
+    sentences: list[str] = []
+    made = 0
+    for setting, ours in measured.items():
+        target = measured.get(Setting(TARGET_ONLY, None, 0, setting.temperature))
+        if target is not None and setting != target.setting and len(ours.scores) > 1:
+            made += 1
+            gain, (low, high) = paired_difference(ours.scores, target.scores)
+            if low > 0 or high < 0:
+                sentences.append(
+                    f"{label(setting)}: {gain:+.3f} {score} over target-only (95 %: {low:+.3f} to {high:+.3f})"
+                )
+        if setting.quality is None:
+            continue
+        for name, curve in rival_curves(measured, setting).items():
+            against = gain_at_equal_acceptance(ours, curve)
+            if against is None:
+                continue
+            made += 1
+            gain, (low, high) = against
+            if low > 0 or high < 0:
+                sentences.append(
+                    f"{label(setting)}: {gain:+.3f} {score} over {name} at equal acceptance {ours.acceptance:.3f} "
+                    f"(95 %: {low:+.3f} to {high:+.3f})"
+                )
+    return sentences, made
+
+
+def rival_curves(measured: dict[Setting, Measured], ours: Setting) -> dict[str, list[Measured]]:
+    """Curves to hold a learned setting against, at its N and temperature: each family with its lossless end. Block
+    verification is left out, as it accepts blocks and not positions; so is what accepts nothing."""
+    peers = {
+        s: m
+        for s, m in measured.items()
+        if (s.num_speculative_tokens, s.temperature) == (ours.num_speculative_tokens, ours.temperature)
+        and s.speculates
+        and m.acceptance is not None
+        and not s.verifier.startswith("block")
+    }
+    ends = [m for s, m in peers.items() if s.verifier == "lossless"]
+    names = dict.fromkeys(family_of(s) for s in peers if s.verifier not in ("lossless", ours.verifier))
+    return {name: ends + [m for s, m in peers.items() if family_of(s) == name] for name in names}
+
+
+def family_of(setting: Setting) -> str:
+    return family({"verifier": setting.verifier, "quality": setting.quality})
+
+
+def chosen(bench: Bench, temperature: float) -> Row | None:
+    """The fastest learned setting (by speed-up, else by acceptance) whose loss against target-only is not told apart
+    from 0; where there is none, the one with the best score."""
+    recorded = bench.recorded
+    measured = by_setting(recorded.measurements, kind=recorded.plan.judged)
+    target = measured.get(Setting(TARGET_ONLY, None, 0, temperature))
+    learned = [r for r in bench.rows if r["quality"] is not None and r["temperature"] == temperature]
+    learned = [r for r in learned if r["acceptance_rate"] is not None and r["trained_on"] is not None]
+
+    def keeps(row: Row) -> bool:
+        ours = measured[setting_of(row)]
+        if target is None or len(ours.scores) != len(target.scores):
+            return False
+        return paired_difference(ours.scores, target.scores)[1][1] >= 0
+
+    good = [r for r in learned if keeps(r)]
+    if good:
+        return max(good, key=lambda r: (r["speedup"] or 0.0, r["position_acceptance"]))
+    return max(learned, key=lambda r: r["score"], default=None)
+
+
+def setting_of(row: Row) -> Setting:
+    return Setting(row["verifier"], row["quality"], row["num_speculative_tokens"], row["temperature"])
+
+
+def arrow(row: Row | None) -> str:
+    """The paper's form: acceptance → score."""
+    if row is None or row["acceptance_rate"] is None:
+        return "–"
+    return f"{100 * row['acceptance_rate']:.2f} % → {row['score']:.3f}"
+
+
+def paper_blocks(benches: Sequence[Bench]) -> list[Block]:
+    """SD against DIVERSED per task, in the form of the paper's tables. A fine-tuned draft is a row of its own."""
+    rows = []
+    for bench in benches:
+        for t in sorted({r["temperature"] for r in bench.rows}):
+            best = chosen(bench, t)
+            alone = next((r for r in bench.rows if r["verifier"] == TARGET_ONLY and r["temperature"] == t), None)
+            counts = {r["num_speculative_tokens"] for r in bench.rows if r["verifier"] == "lossless"}
+            n = best["num_speculative_tokens"] if best else max(counts, default=0)
+            lossless = [
+                r
+                for r in bench.rows
+                if (r["verifier"], r["num_speculative_tokens"], r["temperature"]) == ("lossless", n, t)
+            ]
+            if not lossless and best is None:
+                continue
+            c = bench.recorded.config
+            rows.append(
+                [c["task"], f"{t:g}", str(n), Path(c["draft"]).name, number(alone["score"] if alone else None, ".3f"),
+                 arrow(lossless[0] if lossless else None), arrow(best),
+                 "–" if best is None else f"{best['verifier']} @ {best['quality']:g}"]
+            )  # fmt: skip
+    if not rows:
+        return []
+    text = (
+        "Acceptance rate → score. The learned setting is the fastest whose loss against target-only its interval does "
+        "not tell apart from 0, or else the one with the best score. A fine-tuned draft has rows of its own."
+    )
+    header = ("task", "T", "N", "draft", "target-only", "speculative decoding", "DIVERSED", "setting")
+    return [Block("heading", "In the paper's form"), Block("text", text), Block("table", header=header, rows=rows)]
+
+
+def transfer_blocks(benches: Sequence[Bench]) -> list[Block]:
+    """Heads on tasks they were not trained on: train task by test task, at one quality."""
+    learned = [
+        r
+        for b in benches
+        for r in b.rows
+        if r["trained_on"] and r["quality"] is not None and r["acceptance_rate"] is not None
+    ]
+    trained = list(dict.fromkeys(r["trained_on"] for r in learned))
+    tested = list(dict.fromkeys(r["task"] for r in learned))
+    if len(trained) < 2 and len(tested) < 2:
+        return []
+    blocks = [
+        Block("heading", "Transfer"),
+        Block("text", "Acceptance rate → score of heads (rows: the task they were trained on) on tasks (columns)."),
+    ]
+    key = [(r["temperature"], r["num_speculative_tokens"], r["quality"]) for r in learned]
+    for t, n, quality in sorted(set(key)):
+        here = [r for r, k in zip(learned, key, strict=True) if k == (t, n, quality)]
+        cells = {(r["trained_on"], r["task"]): arrow(r) for r in here}
+        if len({train for train, _ in cells}) < 2 and len({test for _, test in cells}) < 2:
+            continue
+        rows = [[train, *(cells.get((train, test), "–") for test in tested)] for train in trained]
+        blocks.append(Block("table", f"T {t:g}, N {n}, quality {quality:g}", ("trained on", *tested), rows))
+    return blocks if len(blocks) > 2 else []
+
+
+def to_markdown(blocks: Iterable[Block], picture_names: Iterable[str]) -> str:
+    """Markdown, with pictures as links to files of the given names, in order."""
+    names = iter(picture_names)
+    parts: list[str] = []
+    for kind, group in groupby(blocks, key=lambda b: b.kind):
+        for b in group:
+            if kind == "title":
+                parts.append(f"# {b.text}\n\n")
+            elif kind == "heading":
+                parts.append(f"## {b.text}\n\n")
+            elif kind == "text":
+                parts.append(f"{b.text}\n\n")
+            elif kind == "item":
+                parts.append(f"- {b.text}\n")
+            elif kind == "picture":
+                parts.append(f"![{b.header[0]}]({next(names)})\n\n")
+            else:
+                lines = [b.header, ["---"] * len(b.header), *b.rows]
+                parts.append(f"{b.text}\n\n" if b.text else "")
+                parts.append("".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n")
+        if kind == "item":
+            parts.append("\n")
+    return "".join(parts)
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1f; }
+h1, h2 { line-height: 1.2; margin-top: 2.2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
+div.wide { overflow-x: auto; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+thead th { border-bottom: 2px solid #888; white-space: normal; vertical-align: bottom; }
+figure { margin: 1.5rem 0; } figure svg { max-width: 100%; height: auto; } figcaption { color: #555; }
+"""
+
+
+def to_html(blocks: Sequence[Block]) -> str:
+    """One page that needs no other file."""
+    title = next((b.text for b in blocks if b.kind == "title"), "Report")
+    parts: list[str] = []
+    for kind, group in groupby(blocks, key=lambda b: b.kind):
+        if kind == "item":
+            parts.append("<ul>" + "".join(f"<li>{html.escape(b.text)}</li>" for b in group) + "</ul>")
+            continue
+        for b in group:
+            if kind == "picture":
+                parts.append(f"<figure>{b.text}<figcaption>{html.escape(b.header[0])}</figcaption></figure>")
+            elif kind == "table":
+                head = "".join(f"<th>{html.escape(c)}</th>" for c in b.header)
+                body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in b.rows)
+                caption = f"<caption>{html.escape(b.text)}</caption>" if b.text else ""
+                table = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+                parts.append(f'<div class="wide">{table}</div>')
+            else:
+                tag = {"title": "h1", "heading": "h2", "text": "p"}[kind]
+                parts.append(f"<{tag}>{html.escape(b.text)}</{tag}>")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>\n'
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def write_report(blocks: Sequence[Block], folder: Path) -> tuple[Path, Path]:
+    """report.md with its pictures, and report.html, into a folder; their paths."""
+    markdown, page = folder / "report.md", folder / "report.html"
+    pictures = [b for b in blocks if b.kind == "picture"]
+    names = [f"pictures/{i:02d}.svg" for i in range(1, len(pictures) + 1)]
+    try:
+        (folder / "pictures").mkdir(parents=True, exist_ok=True)
+        for name, picture in zip(names, pictures, strict=True):
+            (folder / name).write_text(picture.text, encoding="utf-8")
+        markdown.write_text(to_markdown(blocks, names), encoding="utf-8")
+        page.write_text(to_html(blocks), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"output_dir: {str(folder)!r} cannot be written ({error.strerror}): choose another") from error
+    return markdown, page

@@ -1,0 +1,143 @@
+"""Costs come back as they were put in, and predictions equal the clock where the clock follows the model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from made import CONFIG, DRAFT, EACH, PASS, PROVENANCE, REST, SETTINGS, STEP, TOKENS, VERDICT, made_bench
+
+from diversed.engine import ModelPair
+from diversed.evaluation.planner import Wish, advice, best_per_verifier, candidates, choose, describe
+from diversed.evaluation.prediction import costs_of, foretell, target_step
+from diversed.evaluation.rows import summarise
+from diversed.evaluation.settings import TARGET_ONLY, Setting
+from diversed.evaluation.sweep import Plan, Recorded, header_of, sweep
+from diversed.tasks import load_task
+from diversed.theory import expected_blocks
+
+HEAD = Setting("head", 0.5, 5)
+
+
+@pytest.fixture(scope="module")
+def measurements():
+    return made_bench()
+
+
+@pytest.fixture(scope="module")
+def recorded(measurements):
+    return Recorded(CONFIG, PROVENANCE, measurements, Plan((), 8, 4, 0))
+
+
+def test_costs_are_those_the_bench_was_made_with(measurements) -> None:
+    assert target_step(measurements, 1.0) == pytest.approx(STEP)
+    assert target_step(measurements, 0.5) is None
+    costs = costs_of(measurements, HEAD)
+    assert costs.draft_step == pytest.approx(DRAFT / STEP)
+    assert costs.verification == pytest.approx((PASS + VERDICT) / STEP)
+    assert costs.per_token == pytest.approx(EACH / STEP)
+    assert costs.overhead == pytest.approx(REST / STEP)
+    assert costs_of(measurements, Setting("nowhere")) is None
+
+
+def test_the_speed_at_an_n_that_was_never_run(measurements) -> None:
+    found = foretell(measurements, HEAD.at_n(9))
+    blocks = expected_blocks([0.8] * TOKENS, 9)
+    seconds = blocks * (PASS + VERDICT + REST + 9 * (DRAFT + EACH)) / TOKENS
+    assert found.speedup == pytest.approx(STEP / seconds)
+    assert found.seconds_per_token == pytest.approx(seconds)
+    assert found.block_efficiency == pytest.approx(TOKENS / blocks)
+    assert found.score == pytest.approx(7 / 8)
+    assert foretell(measurements, HEAD.at_n(17)) is None  # beyond what traces foretell
+
+
+def test_every_row_is_foretold(measurements) -> None:
+    rows = summarise(measurements, SETTINGS, PROVENANCE)
+    assert len(rows) == len(SETTINGS)
+    for row in rows:
+        assert row["predicted_over_measured"] == pytest.approx(1.0)
+        assert row["speedup_ci"] == pytest.approx((row["speedup"], row["speedup"]))
+        assert row["bias"] == pytest.approx(SETTINGS[Setting(*[row[k] for k in KEYS])][0] - 0.4)
+    assert rows[-1]["trained_on"] == "tally"
+
+
+KEYS = ("verifier", "quality", "num_speculative_tokens", "temperature")
+
+
+def test_the_fastest_that_keeps_a_score_and_the_best_at_a_speed(recorded) -> None:
+    points = candidates(recorded, 1.0)
+    kept = choose(points, Wish(min_quality=0.8))
+    assert kept.setting.verifier == "head"
+    assert kept.speedup == max(p.speedup for p in points if p.score >= 0.8)
+    fast = choose(points, Wish(speedup=2.5))
+    assert fast.speedup >= 2.5
+    slow = choose(points, Wish(latency_ms=1000.0))
+    assert slow.score_ci[1] >= max(p.score for p in points)
+    both = choose(points, Wish(latency_ms=1000 * kept.seconds_per_token * 1.001, min_quality=0.8))
+    assert both == kept
+    assert "score 0.875" in describe(kept)
+    assert advice(kept, points) == ""
+
+
+def test_the_best_n_is_the_best_of_all(recorded) -> None:
+    points = candidates(recorded, 1.0)
+    for best in best_per_verifier(points):
+        same = [p.speedup for p in points if p.setting.at_n(0) == best.setting.at_n(0)]
+        assert best.speedup == max(same)
+    assert len(best_per_verifier(points)) == 5
+    optimum = next(p for p in best_per_verifier(points) if p.setting.verifier == "lossless")
+    assert optimum.setting.num_speculative_tokens < 5  # low acceptance, short blocks
+
+
+def test_an_impossible_plan_names_the_nearest_point(recorded) -> None:
+    points = candidates(recorded, 1.0)
+    with pytest.raises(ValueError, match=r"plan: no setting gives a score of 0.99 with a speed-up of 3. Nearest: \S"):
+        choose(points, Wish(min_quality=0.99, speedup=3.0))
+    fastest = max(points, key=lambda p: p.speedup)
+    with pytest.raises(
+        ValueError, match=f"Nearest: {fastest.setting.label}, N {fastest.setting.num_speculative_tokens}"
+    ):
+        choose(points, Wish(speedup=50.0))
+
+
+def test_when_nothing_is_faster_the_plan_is_not_to_speculate(measurements) -> None:
+    """A draft as slow as the target."""
+    slow = [
+        m if m.kind != "timed" or not m.setting.speculates else type(m)(**(vars(m) | {"time": slower(m.time)}))
+        for m in measurements
+    ]
+    points = candidates(Recorded(CONFIG, PROVENANCE, slow, Plan((), 8, 4, 0)), 1.0)
+    chosen = choose(points, Wish())
+    assert chosen.setting.verifier == TARGET_ONLY
+    assert advice(chosen, points).startswith("Do not speculate")
+
+
+def slower(time: dict[str, float]) -> dict[str, float]:
+    return time | {"draft": 10 * time["draft"], "verification": 30 * time["verification"]}
+
+
+def test_a_bench_without_timing_or_traces_is_one_clear_error(measurements, recorded) -> None:
+    with pytest.raises(ValueError, match=r"temperature=0.3: target-only decoding was not timed at it \(timed at: 1\)"):
+        candidates(recorded, 0.3)
+    bare = [m for m in measurements if m.kind != "traced"]
+    with pytest.raises(ValueError, match="trace: nothing was both traced and timed"):
+        candidates(Recorded(CONFIG, PROVENANCE, bare, Plan((), 8, 4, 0)), 1.0)
+    with pytest.raises(ValueError, match="speedup=-1"):
+        Wish(speedup=-1)
+
+
+@pytest.mark.slow
+def test_the_clock_agrees_on_the_embedded_pair() -> None:
+    """Wall-clock speed of a shared machine scatters by a tenth and more; the middle over settings must not."""
+    settings = [Setting(TARGET_ONLY, None, 0)]
+    settings += [Setting(v, None, n) for v in ("lossless", "static:0.5", "static:0.2") for n in (2, 4, 7)]
+    plan = Plan(tuple(settings), batch_size=25, timing_n=12, seed=0, trace_n=50)
+    pair, task = ModelPair.embedded(), load_task("shop", n=50)
+    measurements = sweep(pair, task, plan)
+    rows = summarise(measurements, settings, header_of(pair, task, plan)["provenance"])
+    for row, setting in zip(rows[1:], settings[1:], strict=True):  # what needs no clock
+        foretold = foretell(measurements, setting)
+        assert foretold.block_efficiency == pytest.approx(row["tokens_per_target_call"], rel=0.08)
+    ratios = np.array([r["predicted_over_measured"] for r in rows if r["predicted_over_measured"] is not None])
+    assert len(ratios) == 9
+    assert 0.85 < np.median(ratios) < 1.15
+    assert np.abs(np.log(ratios)).max() < np.log(1.4)

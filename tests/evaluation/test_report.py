@@ -1,0 +1,145 @@
+"""Reports say what the measurements hold, what is missing, and what intervals separate."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from made import PROMPTS, SETTINGS, made_bench, write_bench
+
+from diversed.evaluation.report import TABLE_HEADER, load_benches, report_blocks, to_html, to_markdown, write_report
+from diversed.evaluation.settings import TARGET_ONLY
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_bench(tmp_path / "shop" / "measurements.jsonl", made_bench()).parent
+
+
+def test_numbers_equal_a_recomputation_from_the_jsonl(folder: Path) -> None:
+    """By hand from the lines of the file, without the package's own sums."""
+    lines = [json.loads(line) for line in (folder / "measurements.jsonl").read_text().splitlines()]
+    scored = [line for line in lines if line.get("kind") == "scored"]
+    timed = [line for line in lines if line.get("kind") == "timed"]
+    table = next(b for b in report_blocks(load_benches([folder])) if b.kind == "table")
+    assert len(table.rows) == len(scored) == len(SETTINGS) + 2
+    for line, cells in zip(scored, table.rows, strict=True):
+        row = dict(zip(TABLE_HEADER, cells, strict=True))
+        s = line["setting"]
+        assert row["verifier"] == s["verifier"]
+        assert row["score"].split(" ")[0] == f"{sum(line['scores']) / PROMPTS:.3f}"
+        if s["num_speculative_tokens"]:
+            examined = sum(line["accepted"]) + sum(line["rejected"])
+            assert row["acceptance"].split(" ")[0] == f"{sum(line['accepted']) / examined:.3f}"
+            assert row["block efficiency"] == f"{1 + sum(line['accepted']) / sum(line['target_calls']):.2f}"
+        mine = sorted(sum(t["time"].values()) / 40 for t in timed if t["setting"] == s)
+        alone = sorted(sum(t["time"].values()) / 40 for t in timed if t["setting"]["verifier"] == TARGET_ONLY)
+        ratio = (alone[1] + alone[2]) / (mine[1] + mine[2])
+        assert row["speed-up"].split(" ")[0] == f"{ratio:.2f}"
+
+
+def test_statements_name_only_what_separates(folder: Path) -> None:
+    items = [b.text for b in report_blocks(load_benches([folder])) if b.kind == "item"]
+    # Right on 8 of 8 against 2 of 8 separates; 8 of 8 against 8 of 8 does not.
+    assert any(re.match(r"static:0.1, N 3, T 1: -0.750 exact match over target-only \(95 %: ", text) for text in items)
+    assert not any("lossless" in text.split(":")[0] for text in items)
+    # At acceptance .8 the static line lies halfway between 5/8 and 2/8.
+    (gain,) = [t for t in items if t.startswith("head @ 0.5, N 3") and "over static" in t]
+    assert "+0.563 exact match over static at equal acceptance 0.800" in gain
+    assert not any("over target-only" in t for t in items if t.startswith("head @ 0.5, N 5"))  # 7 of 8: no telling
+
+
+def test_a_half_finished_bench_says_what_is_missing(tmp_path: Path) -> None:
+    whole = made_bench()
+    kept = [m for m in whole if not (m.setting.verifier == "head" and m.setting.num_speculative_tokens == 5)][:-2]
+    path = write_bench(tmp_path / "measurements.jsonl", kept)
+    with path.open("a") as file:
+        file.write('{"setting": {"verif')  # an interrupted write
+    before = path.read_bytes()
+    blocks = report_blocks(load_benches([tmp_path]))
+    (text,) = [b.text for b in blocks if b.text.startswith("Unfinished")]
+    # Of the head at N 5: four timed, one scored and one traced pass; at N 3: the last timed and the scored one.
+    assert "8 passes of 2 settings are missing: head @ 0.5, N 3, T 1 (2), head @ 0.5, N 5, T 1 (6)" in text
+    assert path.read_bytes() == before  # a report changes nothing
+    finished = report_blocks(load_benches([write_bench(tmp_path / "all" / "measurements.jsonl", whole).parent]))
+    assert not any(b.text.startswith("Unfinished") for b in finished)
+
+
+def test_a_bench_that_has_just_begun_is_reported(tmp_path: Path) -> None:
+    write_bench(tmp_path / "measurements.jsonl", [])
+    texts = [b.text for b in report_blocks(load_benches([tmp_path]))]
+    assert "Nothing was scored yet." in texts
+
+
+def test_the_page_is_one_file_and_whole(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    blocks = report_blocks(load_benches([folder]))
+    markdown, page = write_report(blocks, tmp_path / "out")
+    text = page.read_text()
+    assert not re.search(r'(src|href)="(?!#)', text.replace("xlink:href", "xlinkhref"))  # nothing is fetched
+    assert text.count("<svg") == 5
+    open_tags: list[str] = []
+
+    class Balanced(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            if tag not in ("meta", "br", "use", "path"):
+                open_tags.append(tag)
+
+        def handle_startendtag(self, tag: str, attrs: object) -> None:
+            pass
+
+        def handle_endtag(self, tag: str) -> None:
+            if tag not in ("use", "path"):
+                assert open_tags.pop() == tag
+
+    Balanced().feed(text)
+    assert open_tags == []
+    written = markdown.read_text()
+    pictures = re.findall(r"!\[.*\]\((pictures/\d+\.svg)\)", written)
+    assert len(pictures) == 5
+    assert all((markdown.parent / name).read_text().startswith("<svg") for name in pictures)
+    for row in next(b for b in blocks if b.kind == "table").rows:
+        assert "| " + " | ".join(row) + " |" in written
+    again, _ = write_report(blocks, tmp_path / "again")
+    assert again.read_text() == written
+    assert (tmp_path / "again" / pictures[0]).read_text() == (tmp_path / "out" / pictures[0]).read_text()
+
+
+def test_the_papers_tables_and_transfer(tmp_path: Path) -> None:
+    one = write_bench(tmp_path / "shop" / "measurements.jsonl", made_bench())
+    other = write_bench(tmp_path / "tally" / "measurements.jsonl", made_bench(), task="tally")
+    blocks = report_blocks(load_benches([one.parent, other.parent]))
+    text = to_markdown(blocks, [f"{i}.svg" for i in range(20)])
+    # The fastest head that is not told apart from the target: N 5, right on 7 of 8.
+    assert "| shop | 1 | 5 | small | 1.000 | 40.00 % → 1.000 | 80.00 % → 0.875 | head @ 0.5 |" in text
+    assert "| trained on | shop | tally |" in text
+    assert "| tally | 80.00 % → 0.875 | 80.00 % → 0.875 |" in text
+    assert "<h2>In the paper&#x27;s form</h2>" in to_html(blocks)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty: nothing was measured yet"),
+        ('{"config"', "is empty: nothing was measured yet"),
+        ('{"a": 1}\n', "line 1 of .* is no measurement"),
+        ('{"planned": [], "further_seeds": []}\n', "does not begin with a run's configuration"),
+        ("rubbish\n", "line 1 of .* is no measurement"),
+        (
+            '{"config": {"target": "a"}}\n{"config": {"target": "b"}}\n',
+            r"results of two runs \(target: a and b\)",
+        ),
+    ],
+)
+def test_files_that_are_no_bench_are_one_clear_error(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "measurements.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=f"^folder: .*{message}"):
+        load_benches([tmp_path])
+
+
+def test_a_folder_without_measurements_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no measurements\.jsonl"):
+        load_benches([tmp_path])
