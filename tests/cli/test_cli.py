@@ -71,6 +71,15 @@ def test_generate_is_reproducible_and_writes_a_row(tmp_path):
     assert row["quality"] == 0.6
 
 
+def test_generate_may_choose_how_much_to_draft(tmp_path):
+    file = tmp_path / "row.json"
+    args = ["generate", QUESTION, "--verifier", "learned", "-N", "auto", "--temperature", "0", "--json", str(file)]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    assert "####" in result.stdout
+    assert json.loads(file.read_text())[0]["num_speculative_tokens"] == "auto"
+
+
 def test_generate_streams_what_it_would_print_at_once():
     """Tokens printed as they come add up to the decoded text."""
     streamed = CliRunner().invoke(app, ["generate", QUESTION, "--seed", "1"])
@@ -129,6 +138,7 @@ def test_bench_writes_rows_picture_and_resumes(tmp_path):
         (["generate", "x", "--verifier", "learned", "--quality", "1.5"], "quality=1.5"),
         (["generate", "x", "--verifier", "lossless", "--quality", "0.5"], "quality: lossless has no dial"),
         (["generate", "x", "--num-speculative-tokens", "-1"], "num_speculative_tokens=-1"),
+        (["generate", "x", "-N", "many"], "num_speculative_tokens='many'"),
         (["generate", "x", "--temperature", "-1"], "temperature=-1"),
         (["generate", "x", "--target", "nowhere/at-all"], "draft is missing"),
         (["generate", "x", "--target", "./nowhere", "--draft", "./nowhere"], "target='./nowhere' cannot be loaded"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 from diversed import GenerationOutput, Lossless, ModelPair, StaticEnsemble, Verifier, generate
+from diversed.engine.decoder import Decoder
 from models import noisy, pad_left, random_head, random_prompts, tiny
+
+engine = importlib.import_module("diversed.engine.loop")
 
 PROMPTS = random_prompts([7, 1, 40, 21, 3, 12])
 SEEDS = [11, 5, 99, 5, 42, 0]
@@ -121,3 +125,24 @@ def test_without_a_seed_torchs_own_decides() -> None:
 
     assert draw(0) == draw(0)
     assert draw(0) != draw(1)
+
+
+def test_waiting_sequences_take_the_rows_of_finished_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as anybody waits, no row stands empty; and each gets the tokens it would get alone."""
+    pair = pair_of("llama", eos_token_id=None)
+    limits = [3, 25, 8, 1, 12, 5]
+    sizes: list[int] = []
+    draft_block = engine.draft_block
+
+    def recorded(draft: Decoder, active: list[Any], *args: Any) -> Any:
+        sizes.append(len(active))
+        return draft_block(draft, active, *args)
+
+    monkeypatch.setattr(engine, "draft_block", recorded)
+    settings: dict[str, Any] = {"verifier": StaticEnsemble(0.5), "ignore_eos": True}
+    out = run(pair, EVERYONE, batch_size=2, max_new_tokens=limits, **settings)
+    assert [len(ids) for ids in out.token_ids] == limits
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes.count(2) > sizes.count(1)
+    for i in EVERYONE:
+        assert_same(out, i, run(pair, [i], max_new_tokens=limits[i], **settings), 0)

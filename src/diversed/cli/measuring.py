@@ -16,10 +16,10 @@ from diversed.cli.options import (
     DraftOption,
     DtypeOption,
     JsonOption,
+    NumberOfTokensOption,
     SeedOption,
     TargetOption,
     TemperatureOption,
-    TokensOption,
     coloured,
     console,
     has_chat_template,
@@ -215,7 +215,7 @@ def evaluate(
     split: Annotated[str, typer.Option(help="test, or validation.")] = "test",
     quality: Annotated[list[float] | None, typer.Option(help="Repeat for several dial settings.")] = None,
     verifier: Annotated[list[str] | None, typer.Option(help="Further verifiers beside the standard ones.")] = None,
-    num_speculative_tokens: TokensOption = 5,
+    num_speculative_tokens: NumberOfTokensOption = 5,
     temperature: TemperatureOption = 1.0,
     n: Annotated[
         int | None, typer.Option(help="The first so many prompts; default: all (the word problems: 1,000).")

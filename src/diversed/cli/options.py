@@ -32,10 +32,15 @@ QualityOption = Annotated[
 
 
 def tokens_or_auto(given: str | int) -> Any:
-    text = str(given)  # a default comes as it is
-    return int(text) if text.isdecimal() else text  # what is neither a number nor auto, the engine refuses
+    try:
+        return int(given)  # a default comes as a number
+    except ValueError:
+        return given  # what is neither a number nor auto, the engine refuses
 
 
+NumberOfTokensOption = Annotated[
+    int, typer.Option("--num-speculative-tokens", "-N", help="Drafted tokens per target pass.")
+]
 TokensOption = Annotated[
     Any,
     typer.Option(
