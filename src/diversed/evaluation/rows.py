@@ -125,3 +125,10 @@ def traced_mean(
     if not sums or any(value is None for value in sums) or not np.sum(positions):
         return None, None
     return ratio_interval(sums, positions)
+
+
+def at_one_n(rows: Sequence[Row]) -> tuple[int, list[Row]]:
+    """The middle one of the measured N, and the rows at it, with those that do not speculate."""
+    counts = sorted({r["num_speculative_tokens"] for r in rows} - {0})
+    n = counts[len(counts) // 2] if counts else 0
+    return n, [r for r in rows if r["num_speculative_tokens"] in (0, n)]
