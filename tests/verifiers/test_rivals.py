@@ -353,3 +353,17 @@ def test_total_variation_of_acceptance_tests_is_honest() -> None:
     possible = 1 - total_variation(q, nu_of(test, p, q))
     assert (accepted <= possible + 1e-6).all()
     assert (accepted < possible - 0.05).any()
+
+
+@pytest.mark.parametrize("verifier", [TopKRelaxation(3), TypicalAcceptance(0.05)], ids=["top-k", "typical"])
+def test_what_a_trace_says_of_an_acceptance_test_holds_with_truncation(pair: ModelPair, verifier: Verifier) -> None:
+    """With top_k = 2 some drafted tokens lie outside what the target allows: never accepted, and so counted."""
+    ids = torch.tensor([PROMPT]).expand(400, -1)
+    common = {"input_ids": ids, "top_k": 2, "max_new_tokens": 8, "ignore_eos": True, "seed": 5}
+    out = generate(pair, verifier=verifier, num_speculative_tokens=3, bonus="verifier", trace=True, **common)
+    assert all((t.target_prob > 0).all() for t in out.trace)
+    examined = [(o == "accepted", float(a)) for t in out.trace for o, a in zip(t.origin, t.acceptance, strict=True)
+                if o != "bonus"]  # fmt: skip
+    observed, expected = (sum(x) / len(examined) for x in zip(*examined, strict=True))
+    assert observed == pytest.approx(expected, abs=0.04)
+    assert expected < 0.95

@@ -26,6 +26,7 @@ from diversed.verification import (
     verify_block_tested,
 )
 from diversed.verifiers import Verifier
+from diversed.verifiers.rivals import accepted_or_target
 
 Bonus = Literal["target", "verifier"]
 
@@ -216,8 +217,7 @@ def verify(
         if hasattr(settings.verifier, "accepts"):  # no rejection sampling: a test that drafted tokens pass or fail
             accepts = settings.verifier.accepts(p[:, :k], q)
             accepts = accepts if support is None else accepts & support[:, :k]
-            if settings.sampler.greedy:
-                nu = torch.where(accepts.gather(-1, q.argmax(-1, keepdim=True)), q, p[:, :k])
+            nu = accepted_or_target(accepts, p[:, :k], q, greedy=settings.sampler.greedy)
         if settings.trace and hasattr(settings.verifier, "weight"):
             weight = settings.verifier.weight(*known)
     bonus_from = nu if settings.bonus == "verifier" and q is not None else p

@@ -98,8 +98,13 @@ class CascadeToken:
         return accepted_or_target(good, target_probs, draft_probs)
 
 
-def accepted_or_target(accepts: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """``q 1_A + (1 - q(A)) p``: tokens of q that lie in A, and a draw from p in place of the others; [..., V]."""
+def accepted_or_target(accepts: Tensor, target_probs: Tensor, draft_probs: Tensor, *, greedy: bool = False) -> Tensor:
+    """``q 1_A + (1 - q(A)) p``: tokens of q that lie in A, and a draw from p in place of the others; [..., V].
+
+    ``greedy``: q where A holds its argmax, else p: the argmax is the draft's where it passes, else the target's.
+    """
+    if greedy:
+        return torch.where(accepts.gather(-1, draft_probs.argmax(-1, keepdim=True)), draft_probs, target_probs)
     accepted = draft_probs.masked_fill(~accepts, 0.0)
     refused = (1 - accepted.sum(-1, keepdim=True)).clamp_min(0.0)
     return accepted + refused * target_probs
