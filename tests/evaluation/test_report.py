@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -153,3 +154,13 @@ def test_files_that_are_no_bench_are_one_clear_error(tmp_path: Path, content: st
 def test_a_folder_without_measurements_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no measurements\.jsonl"):
         load_benches([tmp_path])
+
+
+def test_what_a_head_gave_before_it_was_trained_further_does_not_count(tmp_path: Path) -> None:
+    """A half finished remeasurement of a changed head: its old figures are gone, and missed."""
+    old = made_bench()
+    again = [replace(m, head="new", scores=[0.0] * len(m.scores)) for m in old if m.setting.verifier == "head"]
+    path = write_bench(tmp_path / "measurements.jsonl", old + [m for m in again if m.kind != "traced"])
+    (bench,) = load_benches([path.parent])
+    assert [r["score"] for r in bench.rows if r["verifier"] == "head"] == [0.0, 0.0]
+    assert sum(bench.recorded.missing().values()) == 1
