@@ -112,8 +112,8 @@ def speedup_with_prompt(tokens: Number, blocks: Number, num_speculative_tokens: 
 
 
 def best_num_speculative_tokens(alpha: float, costs: Costs, most: int = 64) -> tuple[int, float]:
-    """The N up to ``most`` that is fastest at one acceptance ``alpha`` everywhere, and its speed-up; (0, 1.0) where none
-    is faster than the target alone: do not speculate."""
+    """The fastest N up to ``most`` at one acceptance ``alpha`` everywhere, and its speed-up; (0, 1.0) where none is
+    faster than the target alone: do not speculate."""
     speeds = [speedup(1 + expected_accepted_constant(alpha, n), n, costs) for n in range(1, most + 1)]
     best = int(np.argmax(speeds))
     return (best + 1, speeds[best]) if speeds[best] > 1 else (0, 1.0)
