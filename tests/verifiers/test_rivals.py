@@ -83,6 +83,19 @@ def test_every_rival_gives_a_distribution(name: str, p: Tensor, q: Tensor) -> No
     assert nu.sum() == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", RELAXED)
+def test_rounding_of_nearly_certain_tokens_does_no_harm(name: str) -> None:
+    """Softmaxes in float32, as of a low temperature: sums that miss 1, probabilities of 1 and of 1e-30."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3000, 40, generator=generator) * torch.tensor([3.0, 30.0, 60.0]).repeat(1000).view(-1, 1)
+    p, q = logits.softmax(-1)
+    for a, b in ((p, q), (p, p), (p, (logits[0] * 1.01).softmax(-1))):
+        nu = nu_of(RELAXED[name], a, b)
+        assert torch.isfinite(nu).all()
+        torch.testing.assert_close(nu.sum(-1), torch.ones(3000), atol=1e-5, rtol=0)
+        assert (nu >= 0).all()
+
+
 @pytest.mark.parametrize("name", NEUTRAL)
 @given(distributions(), distributions())
 def test_at_the_neutral_knob_the_output_is_the_targets(name: str, p: Tensor, q: Tensor) -> None:

@@ -99,7 +99,11 @@ def score_at_acceptance(
     weights = first_all(len(curve[0].scores), draws, seed)
     scores = curve_at(weights, curve, np.full(len(weights), acceptance))
     interval = percentile_interval(scores[1:])
-    return None if interval is None or np.isnan(scores[0]) else (float(scores[0]), interval)
+    if interval is None or np.isnan(scores[0]):
+        return None
+    if scores[0] in (0.0, 1.0):  # all alike: resampling knows no doubt, Wilson's interval does
+        interval = interval_of_mean([float(scores[0])] * weights.shape[1])[1]
+    return float(scores[0]), interval
 
 
 def first_all(n: int, draws: int, seed: int) -> Scores:

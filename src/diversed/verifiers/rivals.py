@@ -140,7 +140,8 @@ class Cactus:
         starts, order = (q / p.clamp_min(1e-300)).sort(-1)
         count = torch.searchsorted(starts, scale)
         total = scale * _before(p.gather(-1, order), count) - _before(q.gather(-1, order), count)
-        share = torch.where(refused > 0, refused / total.clamp_min(1e-300), 0.0)
+        # Z is at least what x is refused (both sides lack the same mass), but for rounding, where p(x) is nearly 1.
+        share = refused / torch.maximum(total, refused).clamp_min(1e-300)
         # nu(y) gains sum_x share_x max(s_x p(y) - q(y), 0): the x with s_x above the start of y.
         scale, order = scale.sort(-1)
         share = share.gather(-1, order)
