@@ -42,6 +42,12 @@ def test_numbers_equal_a_recomputation_from_the_jsonl(folder: Path) -> None:
         assert row["speed-up"].split(" ")[0] == f"{ratio:.2f}"
 
 
+def test_the_planners_error_is_stated(folder: Path) -> None:
+    """The clock of the made-up bench follows the model, so nothing is off."""
+    texts = [b.text for b in report_blocks(load_benches([folder]))]
+    assert "Predicted ÷ measured speed-up over 8 rows: median 1.00, from 1.00 to 1.00; 8 of them within 10 %." in texts
+
+
 def test_statements_name_only_what_separates(folder: Path) -> None:
     """At the middle of the measured N, 5."""
     items = [b.text for b in report_blocks(load_benches([folder])) if b.kind == "item"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -110,9 +111,22 @@ def bench_blocks(bench: Bench) -> list[Block]:
     if not rows:
         return [*blocks, Block("text", "Nothing was scored yet.")]
     blocks.append(Block("table", header=TABLE_HEADER, rows=[table_cells(r) for r in rows]))
-    blocks += ranking_blocks(bench) + statement_blocks(bench)
+    blocks += prediction_blocks(rows) + ranking_blocks(bench) + statement_blocks(bench)
     blocks += [Block("picture", svg, header=(title,)) for title, svg in pictures_of(rows, bench.recorded)]
     return blocks
+
+
+def prediction_blocks(rows: Sequence[Row]) -> list[Block]:
+    """How well speed-ups were foretold, over all rows that have both."""
+    ratios = [r["predicted_over_measured"] for r in rows if r["predicted_over_measured"] is not None]
+    if not ratios:
+        return []
+    close = sum(0.9 <= r <= 1.1 for r in ratios)
+    text = (
+        f"Predicted ÷ measured speed-up over {len(ratios)} rows: median {statistics.median(ratios):.2f}, from "
+        f"{min(ratios):.2f} to {max(ratios):.2f}; {close} of them within 10 %."
+    )
+    return [Block("text", text)]
 
 
 def label(setting: Setting) -> str:
