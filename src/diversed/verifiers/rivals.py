@@ -114,7 +114,7 @@ def accepted_or_target(accepts: Tensor, target_probs: Tensor, draft_probs: Tenso
 class Cactus:
     """Raise the drafted token x to h(x) = min(1, p + sqrt(2 delta p (1 - p))), and lower all others in proportion.
 
-    Cactus, constrained acceptance speculative sampling: x stays with probability min(1, h(x) / q(x)); a refused x is
+    Y. Hao and L. Mou 2026, *Cactus* (constrained acceptance speculative sampling, arXiv 2604.04987): x stays with probability min(1, h(x) / q(x)); a refused x is
     replaced from norm(max(h - q, 0)) with h(y) = p(y) (1 - h(x)) / (1 - p(x)) for y other than x, so the replacement
     depends on the refused token. A token that can be refused is never a replacement (q(x) > h(x) >= p(x)), hence
     averaging over x leaves rejection sampling against one ``nu``; that ``nu`` is computed here, in O(V log V) by
@@ -233,8 +233,9 @@ class TypicalAcceptance(AcceptanceTest):
 class TopKRelaxation(AcceptanceTest):
     """Accept where x is among the target's k best and p(x) >= ratio max p.
 
-    The relaxed acceptance of TensorRT-LLM and of vLLM's proposals (there for greedy decoding; read here at any
-    temperature, with a draw from p in place of a refused token). ``k=1`` is lossless at temperature 0; ``k=0`` accepts
+    After the relaxed acceptance of TensorRT-LLM: candidates among the k best within a margin of the best one, there for
+    greedy decoding. Here the margin is a ratio of probabilities, and the rule is read at any temperature, with a draw
+    from p in place of a refused token. ``k=1`` is lossless at temperature 0; ``k=0`` accepts
     nothing and is lossless at any.
     """
 
