@@ -114,12 +114,12 @@ def accepted_or_target(accepts: Tensor, target_probs: Tensor, draft_probs: Tenso
 class Cactus:
     """Raise the drafted token x to h(x) = min(1, p + sqrt(2 delta p (1 - p))), and lower all others in proportion.
 
-    Y. Hao and L. Mou 2026, *Cactus* (constrained acceptance speculative sampling, arXiv 2604.04987): x stays with probability min(1, h(x) / q(x)); a refused x is
-    replaced from norm(max(h - q, 0)) with h(y) = p(y) (1 - h(x)) / (1 - p(x)) for y other than x, so the replacement
-    depends on the refused token. A token that can be refused is never a replacement (q(x) > h(x) >= p(x)), hence
-    averaging over x leaves rejection sampling against one ``nu``; that ``nu`` is computed here, in O(V log V) by
-    sorting. ``delta`` bounds the divergence from p; 0 is lossless. The published form looks at the drafted token only
-    and is cheaper than this one.
+    Y. Hao and L. Mou 2026, *Cactus* (constrained acceptance speculative sampling, arXiv 2604.04987): x stays with
+    probability min(1, h(x) / q(x)); a refused x is replaced from norm(max(h - q, 0)) with h(y) = p(y) (1 - h(x)) / (1 -
+    p(x)) for y other than x, so the replacement depends on the refused token. A token that can be refused is never a
+    replacement (q(x) > h(x) >= p(x)), hence averaging over x leaves rejection sampling against one ``nu``; that ``nu``
+    is computed here, in O(V log V) by sorting. ``delta`` bounds the divergence from p; 0 is lossless. The published
+    form looks at the drafted token only and is cheaper than this one.
     """
 
     delta: float
