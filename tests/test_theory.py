@@ -53,8 +53,11 @@ def test_by_hand() -> None:
     assert speedup_with_prompt(35, 10, 5, costs) == pytest.approx(2.0)
     with_prompt = Costs(0.1, 1.1, 0.02, 0.05, prefill=3.0, target_prefill=2.0)
     assert speedup_with_prompt(35, 10, 5, with_prompt) == pytest.approx(37 / 20.5)
-    assert best_num_speculative_tokens([0.9, 1.4, 1.3]) == (2, 1.4)
-    assert best_num_speculative_tokens([0.9, 0.8]) == (0, 1.0)
+    # N = 1, 2, 3: 1.5 / 1.27 = 1.18, 1.75 / 1.39 = 1.26, 1.875 / 1.51 = 1.24.
+    n, speed = best_num_speculative_tokens(0.5, costs)
+    assert (n, speed) == (2, pytest.approx(1.75 / 1.39))
+    assert best_num_speculative_tokens(1.0, costs, most=9)[0] == 9
+    assert best_num_speculative_tokens(0.1, costs) == (0, 1.0)
     with pytest.raises(ValueError, match="alpha"):
         expected_accepted_constant(1.5, 3)
 

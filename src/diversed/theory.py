@@ -111,7 +111,9 @@ def speedup_with_prompt(tokens: Number, blocks: Number, num_speculative_tokens: 
     return (costs.target_prefill + tokens) / (costs.prefill + blocks * costs.block(num_speculative_tokens))
 
 
-def best_num_speculative_tokens(speedups: Sequence[float]) -> tuple[int, float]:
-    """The N of the largest of ``speedups`` for N = 1, 2, ..., or (0, 1.0) where none exceeds 1: do not speculate."""
-    best = int(np.argmax(speedups)) if len(speedups) else 0
-    return (best + 1, float(speedups[best])) if len(speedups) and speedups[best] > 1 else (0, 1.0)
+def best_num_speculative_tokens(alpha: float, costs: Costs, most: int = 64) -> tuple[int, float]:
+    """The fastest N up to ``most`` at one acceptance ``alpha`` everywhere, and its speed-up; (0, 1.0) where none is
+    faster than the target alone: do not speculate."""
+    speeds = [speedup(1 + expected_accepted_constant(alpha, n), n, costs) for n in range(1, most + 1)]
+    best = int(np.argmax(speeds))
+    return (best + 1, speeds[best]) if speeds[best] > 1 else (0, 1.0)

@@ -99,6 +99,12 @@ def test_calibrate_writes_beside_a_head_what_a_request_can_wish_for(tmp_path: Pa
     points = json.loads((tmp_path / "plan.json").read_text())
     assert [p["setting"]["quality"] for p in points] == [None, 0.0, 1.0]
     assert points[1]["speedup"] == pytest.approx(1 / learned.calibration.points[0].normalised_time)
+    row = tmp_path / "row.json"
+    wished = run("generate", "Question: Ada", "--verifier", str(head), "--min-quality", "0.0001", "--json", str(row))
+    assert wished.exit_code == 0, wished.output
+    assert json.loads(row.read_text())[0]["quality"] == learned.at(min_quality=0.0001).quality
+    refused = run("generate", "Question: Ada", "--verifier", "lossless", "--min-quality", "0.5")
+    assert "lossless has no calibration" in str(refused.exception)
     again = run(
         "calibrate", str(head), "--timing-n", "0", "--n", "2", "--output-dir", str(tmp_path / "x"), "--quality", "1"
     )

@@ -13,6 +13,7 @@ from diversed.evaluation.compare import (
     by_setting,
     gain_at_equal_acceptance,
     paired_difference,
+    score_at_acceptance,
     statements,
 )
 from diversed.evaluation.settings import Setting
@@ -147,3 +148,16 @@ def test_only_settings_that_met_all_prompts_are_compared() -> None:
     parts = [measurement(a, 0, [1.0, 0.0], 3, 1), measurement(b, 0, [1.0], 3, 1)]
     assert set(by_setting(parts, kind="scored", prompts=range(2))) == {a}
     assert set(by_setting(parts, kind="scored", prompts=range(1))) == {a, b}
+
+
+def test_the_score_of_a_curve_at_an_acceptance() -> None:
+    curve = [accepting(Setting("a"), [1.0, 1.0, 1.0, 1.0], 4), accepting(Setting("b"), [1.0, 0.0, 0.0, 1.0], 6)]
+    middle, (low, high) = score_at_acceptance(curve, 0.5)
+    assert middle == pytest.approx(0.75)
+    assert low < 0.75 < high
+    assert score_at_acceptance(curve, 0.7) is None
+    assert score_at_acceptance([], 0.7) is None
+    # Where every prompt was right, four prompts still leave doubt.
+    sure, (low, high) = score_at_acceptance([curve[0], accepting(Setting("c"), [1.0] * 4, 6)], 0.5)
+    assert (sure, high) == (1.0, pytest.approx(1.0))
+    assert low == pytest.approx(4 / (4 + 1.959964**2))

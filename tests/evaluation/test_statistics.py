@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from diversed.evaluation.statistics import mean_interval, median_ratio_interval, percentile_interval, ratio_interval
+from diversed.evaluation.statistics import mean_interval, median_interval, percentile_interval, ratio_interval
 
 
 def test_wilson_interval_by_hand():
@@ -46,23 +46,22 @@ def test_the_ratio_is_covered_when_sequences_differ():
     assert 0.92 < np.mean(hits) < 0.97
 
 
-def test_the_speed_up_is_covered_at_least_at_the_nominal_rate():
-    """Prompts differ and the machine has hiccups; times of one prompt go together. Intervals of medians of few prompts
-    are wider than they need be."""
+@pytest.mark.parametrize("n", [11, 30])
+def test_the_median_of_paired_times_is_covered(n):
+    """Prompts differ, and the machine has hiccups; times of one prompt go together. Medians of few are lumpy."""
     rng = np.random.default_rng(2)
     hits = []
-    for _ in range(200):
-        prompt = rng.lognormal(0, 0.3, 30)
-        ours, alone = (scale * prompt * rng.lognormal(0, 0.15, 30) for scale in (0.5, 1.0))
-        ratio, (low, high) = median_ratio_interval(alone, ours)
+    for _ in range(400):
+        prompt = rng.lognormal(0, 0.3, n)
+        ours, alone = (scale * prompt * rng.lognormal(0, 0.15, n) for scale in (0.5, 1.0))
+        ratio, (low, high) = median_interval(ours / alone)
         assert low <= ratio <= high
-        hits.append(low <= 2.0 <= high)
-        assert high / low < 1.5
-    assert np.mean(hits) > 0.94
+        hits.append(low <= 0.5 <= high)
+    assert 0.92 < np.mean(hits) < 0.985
 
 
 def test_a_percentile_interval_needs_nearly_all_resamples():
     values = np.arange(1000.0)
     assert percentile_interval(values) == pytest.approx((24.975, 974.025))
     assert percentile_interval(np.where(values < 100, np.nan, values)) is None
-    assert median_ratio_interval([2.0, 2.0], [1.0, 1.0]) == (2.0, None)
+    assert median_interval([1.0, 3.0]) == (2.0, None)

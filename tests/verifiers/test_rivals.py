@@ -83,6 +83,20 @@ def test_every_rival_gives_a_distribution(name: str, p: Tensor, q: Tensor) -> No
     assert nu.sum() == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", RELAXED)
+def test_rounding_of_nearly_certain_tokens_does_no_harm(name: str) -> None:
+    """Softmaxes in float32, as of a low temperature: sums that miss 1, probabilities of 1 and of 1e-30."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3000, 40, generator=generator) * torch.tensor([3.0, 30.0, 60.0]).repeat(1000).view(-1, 1)
+    p, q = logits.softmax(-1)
+    sharper = (1.2 * logits[0]).softmax(-1)  # knows fewer tokens, and agrees on the best one
+    for a, b in ((p, q), (p, p), (p, sharper), (sharper, p)):
+        nu = nu_of(RELAXED[name], a, b)
+        assert torch.isfinite(nu).all()
+        torch.testing.assert_close(nu.sum(-1), torch.ones(3000), atol=1e-5, rtol=0)
+        assert (nu >= 0).all()
+
+
 @pytest.mark.parametrize("name", NEUTRAL)
 @given(distributions(), distributions())
 def test_at_the_neutral_knob_the_output_is_the_targets(name: str, p: Tensor, q: Tensor) -> None:
@@ -353,3 +367,17 @@ def test_total_variation_of_acceptance_tests_is_honest() -> None:
     possible = 1 - total_variation(q, nu_of(test, p, q))
     assert (accepted <= possible + 1e-6).all()
     assert (accepted < possible - 0.05).any()
+
+
+@pytest.mark.parametrize("verifier", [TopKRelaxation(3), TypicalAcceptance(0.05)], ids=["top-k", "typical"])
+def test_what_a_trace_says_of_an_acceptance_test_holds_with_truncation(pair: ModelPair, verifier: Verifier) -> None:
+    """With top_k = 2 some drafted tokens lie outside what the target allows: never accepted, and so counted."""
+    ids = torch.tensor([PROMPT]).expand(400, -1)
+    common = {"input_ids": ids, "top_k": 2, "max_new_tokens": 8, "ignore_eos": True, "seed": 5}
+    out = generate(pair, verifier=verifier, num_speculative_tokens=3, bonus="verifier", trace=True, **common)
+    assert all((t.target_prob > 0).all() for t in out.trace)
+    examined = [(o == "accepted", float(a)) for t in out.trace for o, a in zip(t.origin, t.acceptance, strict=True)
+                if o != "bonus"]  # fmt: skip
+    observed, expected = (sum(x) / len(examined) for x in zip(*examined, strict=True))
+    assert observed == pytest.approx(expected, abs=0.04)
+    assert expected < 0.95

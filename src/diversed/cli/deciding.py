@@ -142,7 +142,7 @@ def calibrate(
       diversed calibrate runs/gsm8k --target big/ --draft small/
     """
     from diversed.evaluation.calibrate import calibration_of
-    from diversed.evaluation.settings import TARGET_ONLY, Setting
+    from diversed.evaluation.settings import TARGET_ONLY, Setting, load_verifier
     from diversed.evaluation.sweep import Plan
 
     folder = head / "head" if (head / "head").is_dir() else head
@@ -164,3 +164,4 @@ def calibrate(
         title=f"{task}, {split} split: {head}",
     )
     console.print(f"calibration: {calibration_of(rows).save(folder)}")
+    load_verifier.cache_clear()  # what was loaded to be measured knows nothing of it

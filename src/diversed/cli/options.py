@@ -29,6 +29,12 @@ QualityOption = Annotated[
     float | None,
     typer.Option(help="The dial, 0 to 1: 0.5 is the verifier as it is, 1 exactly the target, 0 takes every draft."),
 ]
+MinQualityOption = Annotated[
+    float | None, typer.Option(help="Instead of --quality: the task's score a calibrated head is to keep.")
+]
+MaxTimeOption = Annotated[
+    float | None, typer.Option(help="Instead of --quality: time per token over the target's, of a calibrated head.")
+]
 
 
 def tokens_or_auto(given: str | int) -> Any:
@@ -93,9 +99,18 @@ def load_pair(
         return ModelPair.from_pretrained(target, draft, dtype=dtype, device_map=device, **how)
 
 
-def pick_verifier(spec: str, quality: float | None) -> Any:
+def pick_verifier(
+    spec: str, quality: float | None, min_quality: float | None = None, max_normalised_time: float | None = None
+) -> Any:
+    """A verifier by its name, at a setting of the dial, or at the one that a calibrated head's wish asks for."""
     from diversed.evaluation.settings import Setting, load_verifier
+    from diversed.verifiers import LearnedEnsemble
 
+    if min_quality is not None or max_normalised_time is not None:
+        learned = load_verifier(spec)
+        if not isinstance(learned, LearnedEnsemble):
+            raise ValueError(f"min_quality, max_normalised_time: {spec} has no calibration; choose a calibrated head")
+        return learned.at(quality=quality, min_quality=min_quality, max_normalised_time=max_normalised_time)
     if quality is None:
         return load_verifier(spec)
     return Setting(spec, quality).prepare(None)[1]["verifier"]  # type: ignore[arg-type]

@@ -14,6 +14,8 @@ from diversed.cli.options import (
     DraftOption,
     DtypeOption,
     JsonOption,
+    MaxTimeOption,
+    MinQualityOption,
     QualityOption,
     SeedOption,
     TargetOption,
@@ -35,6 +37,8 @@ def generate(
     draft: DraftOption = None,
     verifier: VerifierOption = "lossless",
     quality: QualityOption = None,
+    min_quality: MinQualityOption = None,
+    max_normalised_time: MaxTimeOption = None,
     num_speculative_tokens: TokensOption = 5,
     max_new_tokens: Annotated[int, typer.Option(help="At most this many new tokens.")] = 256,
     temperature: TemperatureOption = 1.0,
@@ -65,7 +69,9 @@ def generate(
 
     text = read_prompt(prompt, file)
     pair = load_pair(target, draft, dtype, device, compiled=compiled)
-    chosen = pick_verifier(verifier, quality)
+    chosen = pick_verifier(verifier, quality, min_quality, max_normalised_time)
+    if min_quality is not None or max_normalised_time is not None:
+        quality = chosen.quality
     kind: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat_template else {"prompts": [text]}
     printer = TokenPrinter(pair.tokenizer)
     out = run(

@@ -28,6 +28,7 @@ from diversed.verification import (
     verify_block_tested,
 )
 from diversed.verifiers import Verifier
+from diversed.verifiers.rivals import accepted_or_target
 
 Bonus = Literal["target", "verifier"]
 MOST_PENDING = 8  # tokens that a draft step may take in along the way; a row further behind is prefilled first
@@ -303,8 +304,7 @@ def verify(
         if hasattr(settings.verifier, "accepts"):  # no rejection sampling: a test that drafted tokens pass or fail
             accepts = settings.verifier.accepts(p[:, :k], q)
             accepts = accepts if support is None else accepts & support[:, :k]
-            if settings.sampler.greedy:
-                nu = torch.where(accepts.gather(-1, q.argmax(-1, keepdim=True)), q, p[:, :k])
+            nu = accepted_or_target(accepts, p[:, :k], q, greedy=settings.sampler.greedy)
         if settings.trace and hasattr(settings.verifier, "weight"):
             weight = settings.verifier.weight(*known)
     finite = torch.stack([all_finite(probs) for probs in (p, p if q is None else q, given)])

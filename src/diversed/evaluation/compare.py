@@ -81,25 +81,53 @@ def gain_at_equal_acceptance(
     so the interval also covers that acceptances are estimates. None where the curve does not reach our acceptance (in
     the data, or in more than one resample of twenty).
     """
-    n = len(ours.scores)
-    weights = np.concatenate([np.ones((1, n)), resamples(n, draws, seed)])
-
-    def figures(m: Measured) -> tuple[Scores, Scores]:
-        assert m.accepted is not None
-        assert m.examined is not None
-        return (weights @ m.accepted) / np.maximum(weights @ m.examined, 1e-12), weights @ m.scores / n
-
-    rivals = [m for m in curve if m.acceptance is not None]
-    if ours.acceptance is None or len(rivals) < 2:
+    if ours.acceptance is None:
         return None
-    at, score = figures(ours)
-    rates, scores = (np.stack(x, 1) for x in zip(*map(figures, rivals), strict=True))
-    order = np.argsort(rates, 1)
-    rates, scores = np.take_along_axis(rates, order, 1), np.take_along_axis(scores, order, 1)
-    rows = zip(at, rates, scores, strict=True)
-    gains = score - np.array([np.interp(x, xs, ys, left=np.nan, right=np.nan) for x, xs, ys in rows])
+    weights = first_all(len(ours.scores), draws, seed)
+    at, score = resampled(weights, ours)
+    gains = score - curve_at(weights, curve, at)
     interval = percentile_interval(gains[1:])
     return None if interval is None or np.isnan(gains[0]) else (float(gains[0]), interval)
+
+
+def score_at_acceptance(
+    curve: Sequence[Measured], acceptance: float, *, draws: int = 2000, seed: int = 0
+) -> tuple[float, Interval] | None:
+    """The score of a curve at an acceptance, interpolated, with a bootstrap interval over prompts; None beyond it."""
+    if not curve:
+        return None
+    weights = first_all(len(curve[0].scores), draws, seed)
+    scores = curve_at(weights, curve, np.full(len(weights), acceptance))
+    interval = percentile_interval(scores[1:])
+    if interval is None or np.isnan(scores[0]):
+        return None
+    if scores[0] in (0.0, 1.0):  # all alike: resampling knows no doubt, Wilson's interval does
+        interval = interval_of_mean([float(scores[0])] * weights.shape[1])[1]
+    return float(scores[0]), interval
+
+
+def first_all(n: int, draws: int, seed: int) -> Scores:
+    """Resamples of ``n`` prompts, [1 + draws, n]; the first takes each prompt once."""
+    return np.concatenate([np.ones((1, n)), resamples(n, draws, seed)])
+
+
+def resampled(weights: Scores, m: Measured) -> tuple[Scores, Scores]:
+    """Acceptance and score of a setting in each resample."""
+    assert m.accepted is not None
+    assert m.examined is not None
+    return (weights @ m.accepted) / np.maximum(weights @ m.examined, 1e-12), weights @ m.scores / weights.shape[1]
+
+
+def curve_at(weights: Scores, curve: Sequence[Measured], acceptance: Scores) -> Scores:
+    """A curve's score in each resample at that resample's ``acceptance``; NaN beyond its ends."""
+    points = [m for m in curve if m.acceptance is not None]
+    if len(points) < 2:
+        return np.full(len(weights), np.nan)
+    rates, scores = (np.stack(x, 1) for x in zip(*(resampled(weights, m) for m in points), strict=True))
+    order = np.argsort(rates, 1)
+    rates, scores = np.take_along_axis(rates, order, 1), np.take_along_axis(scores, order, 1)
+    rows = zip(acceptance, rates, scores, strict=True)
+    return np.array([np.interp(x, xs, ys, left=np.nan, right=np.nan) for x, xs, ys in rows])
 
 
 @dataclass(frozen=True)

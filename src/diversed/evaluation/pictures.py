@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from diversed.evaluation.prediction import costs_of, foretell
+from diversed.evaluation.rows import at_one_n
 from diversed.evaluation.settings import Setting
 from diversed.evaluation.show import family, style_of
 from diversed.evaluation.sweep import Recorded, Row
@@ -36,13 +37,6 @@ def pictures_of(rows: Sequence[Row], recorded: Recorded) -> list[tuple[str, str]
         ("Speed-up against N: theory (lines) over measurement (points)", speedup_against_n(rows, recorded)),
     ]
     return [(title, svg) for title, svg in pictures if svg is not None]
-
-
-def at_one_n(rows: Sequence[Row]) -> tuple[int, list[Row]]:
-    """The middle one of the measured N, and the rows at it, with those that do not speculate."""
-    counts = sorted({r["num_speculative_tokens"] for r in rows} - {0})
-    n = counts[len(counts) // 2] if counts else 0
-    return n, [r for r in rows if r["num_speculative_tokens"] in (0, n)]
 
 
 def panels(

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import html
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-from diversed.evaluation.compare import Measured, by_setting, gain_at_equal_acceptance, paired_difference
+from diversed.evaluation.compare import (
+    Measured,
+    by_setting,
+    gain_at_equal_acceptance,
+    paired_difference,
+    score_at_acceptance,
+)
 from diversed.evaluation.pictures import pictures_of
-from diversed.evaluation.rows import summarise
+from diversed.evaluation.rows import at_one_n, summarise
 from diversed.evaluation.settings import TARGET_ONLY, Setting
 from diversed.evaluation.show import family, number
 from diversed.evaluation.sweep import Recorded, Row, read_measurements
@@ -104,9 +111,22 @@ def bench_blocks(bench: Bench) -> list[Block]:
     if not rows:
         return [*blocks, Block("text", "Nothing was scored yet.")]
     blocks.append(Block("table", header=TABLE_HEADER, rows=[table_cells(r) for r in rows]))
-    blocks += statement_blocks(bench)
+    blocks += prediction_blocks(rows) + ranking_blocks(bench) + statement_blocks(bench)
     blocks += [Block("picture", svg, header=(title,)) for title, svg in pictures_of(rows, bench.recorded)]
     return blocks
+
+
+def prediction_blocks(rows: Sequence[Row]) -> list[Block]:
+    """How well speed-ups were foretold, over all rows that have both."""
+    ratios = [r["predicted_over_measured"] for r in rows if r["predicted_over_measured"] is not None]
+    if not ratios:
+        return []
+    close = sum(0.9 <= r <= 1.1 for r in ratios)
+    text = (
+        f"Predicted ÷ measured speed-up over {len(ratios)} rows: median {statistics.median(ratios):.2f}, from "
+        f"{min(ratios):.2f} to {max(ratios):.2f}; {close} of them within 10 %."
+    )
+    return [Block("text", text)]
 
 
 def label(setting: Setting) -> str:
@@ -152,6 +172,43 @@ def table_cells(row: Row) -> list[str]:
     ]
 
 
+LEVELS = (0.75, 0.8, 0.85, 0.9, 0.95)  # of acceptance
+
+
+def compared(bench: Bench) -> tuple[int, dict[Setting, Measured]]:
+    """The N at which settings are compared, and what was measured at it: only prompts that every setting met."""
+    n, rows = at_one_n(bench.rows)
+    prompts = range(min((r["n"] for r in rows), default=0))
+    measured = by_setting(bench.recorded.measurements, kind=bench.recorded.plan.judged, prompts=prompts)
+    return n, {s: m for s, m in measured.items() if s.num_speculative_tokens in (0, n)}
+
+
+def ranking_blocks(bench: Bench) -> list[Block]:
+    """The score of every curve at fixed acceptances, the best first."""
+    n, measured = compared(bench)
+    score = bench.recorded.provenance.get("score", "score")
+    blocks: list[Block] = []
+    for t in sorted({s.temperature for s in measured}):
+        curves = curves_at(measured, n, t)
+        found = {name: [score_at_acceptance(curve, level) for level in LEVELS] for name, curve in curves.items()}
+        found = {name: values for name, values in found.items() if any(values)}
+        if not found:
+            continue
+        reach = {name: max(i for i, v in enumerate(values) if v) for name, values in found.items()}
+        last = {name: values[reach[name]] or (0.0, (0.0, 0.0)) for name, values in found.items()}
+        order = sorted(found, key=lambda name: (-reach[name], -last[name][0]))
+        rows = [[name, *(plus_minus(*v) if v else "–" for v in found[name])] for name in order]
+        header = ("verifier", *(f"acceptance {level:g}" for level in LEVELS))
+        blocks.append(Block("table", f"T {t:g}, N {n}", header, rows))
+    if not blocks:
+        return []
+    text = (
+        f"{score} at equal acceptance, interpolated between a family's settings and its lossless end; – where no "
+        "setting accepts as much. The farthest-reaching first, then the best."
+    )
+    return [Block("heading", f"{bench.name}: ranking at equal acceptance"), Block("text", text), *blocks]
+
+
 def statement_blocks(bench: Bench) -> list[Block]:
     """Sentences for every comparison whose interval excludes 0, and how many were made."""
     found, made = statements_of(bench)
@@ -167,11 +224,9 @@ def statement_blocks(bench: Bench) -> list[Block]:
 
 
 def statements_of(bench: Bench) -> tuple[list[str], int]:
-    """The sentences, and the number of comparisons behind them. Only prompts that every setting met are compared."""
-    recorded = bench.recorded
-    score = recorded.provenance.get("score", "score")
-    done = [r["n"] for r in bench.rows]
-    measured = by_setting(recorded.measurements, kind=recorded.plan.judged, prompts=range(min(done)))
+    """The sentences, and the number of comparisons behind them, at one N (the others are in the table)."""
+    n, measured = compared(bench)
+    score = bench.recorded.provenance.get("score", "score")
     sentences: list[str] = []
     made = 0
     for setting, ours in measured.items():
@@ -180,13 +235,12 @@ def statements_of(bench: Bench) -> tuple[list[str], int]:
             made += 1
             gain, (low, high) = paired_difference(ours.scores, target.scores)
             if low > 0 or high < 0:
-                sentences.append(
-                    f"{label(setting)}: {gain:+.3f} {score} over target-only (95 %: {low:+.3f} to {high:+.3f})"
-                )
+                change = f"{gain:+.3f} {score} over target-only (95 %: {low:+.3f} to {high:+.3f})"
+                sentences.append(f"{label(setting)}: {change}")
         if setting.quality is None:
             continue
-        for name, curve in rival_curves(measured, setting).items():
-            against = gain_at_equal_acceptance(ours, curve)
+        for name, curve in curves_at(measured, n, setting.temperature).items():
+            against = gain_at_equal_acceptance(ours, curve) if name != family_of(setting) else None
             if against is None:
                 continue
             made += 1
@@ -199,20 +253,20 @@ def statements_of(bench: Bench) -> tuple[list[str], int]:
     return sentences, made
 
 
-def rival_curves(measured: dict[Setting, Measured], ours: Setting) -> dict[str, list[Measured]]:
-    """Curves to hold a learned setting against, at its N and temperature: each family with its lossless end. Block
-    verification is left out, as it accepts blocks and not positions; so is what accepts nothing."""
-    peers = {
+def curves_at(measured: dict[Setting, Measured], n: int, temperature: float) -> dict[str, list[Measured]]:
+    """Each family of verifiers with its lossless end, at one N and temperature. Block verification is left out, as it
+    accepts blocks and not positions."""
+    here = {
         s: m
         for s, m in measured.items()
-        if (s.num_speculative_tokens, s.temperature) == (ours.num_speculative_tokens, ours.temperature)
+        if (s.num_speculative_tokens, s.temperature) == (n, temperature)
         and s.speculates
         and m.acceptance is not None
         and not s.verifier.startswith("block")
     }
-    ends = [m for s, m in peers.items() if s.verifier == "lossless"]
-    names = dict.fromkeys(family_of(s) for s in peers if s.verifier not in ("lossless", ours.verifier))
-    return {name: ends + [m for s, m in peers.items() if family_of(s) == name] for name in names}
+    ends = [m for s, m in here.items() if s.verifier == "lossless"]
+    names = dict.fromkeys(family_of(s) for s in here if s.verifier != "lossless")
+    return {name: ends + [m for s, m in here.items() if family_of(s) == name] for name in names}
 
 
 def family_of(setting: Setting) -> str:

@@ -9,17 +9,17 @@ import numpy as np
 
 from diversed.evaluation.prediction import foretell, traced
 from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
-from diversed.evaluation.statistics import Interval, mean_interval, median_ratio_interval, ratio_interval
+from diversed.evaluation.statistics import Interval, mean_interval, median_interval, ratio_interval
 from diversed.evaluation.sweep import Kind, Measurement, Row
 
 
 def summarise(measurements: Sequence[Measurement], settings: Iterable[Setting], provenance: Row) -> list[Row]:
     """One row per setting that was measured; what does not apply is None.
 
-    ``normalised_time`` is the median time per token over prompts, one at a time, over that of target-only decoding
-    at the same temperature in the same run; ``speedup`` its inverse. With several seeds a prompt's score is its mean
-    over them, and ``seed`` lists them. ``bias`` is the mean TV(nu, p) over positions of texts that follow nu.
-    ``predicted_speedup`` is what theory makes of recorded texts and measured costs.
+    ``normalised_time`` is the median over prompts, one at a time, of time per token over that of target-only decoding
+    on the same prompt, at the same temperature in the same run; ``speedup`` its inverse. With several seeds a prompt's
+    score is its mean over them, and ``seed`` lists them. ``bias`` is the mean TV(nu, p) over positions of texts that
+    follow nu. ``predicted_speedup`` is what theory makes of recorded texts and measured costs.
     """
     judged: Kind = "timed" if provenance["batch_size"] == 1 else "scored"
     return [
@@ -46,7 +46,9 @@ def row_of(measurements: Sequence[Measurement], setting: Setting, judged: Kind, 
     baseline = Setting(TARGET_ONLY, None, 0, setting.temperature)
     ours, alone = time_per_token(measurements, setting), time_per_token(measurements, baseline)
     both = sorted(ours.keys() & alone.keys())
-    speed, speed_ci = median_ratio_interval([alone[i] for i in both], [ours[i] for i in both]) if both else (None, None)
+    normalised, normalised_ci = median_interval([ours[i] / alone[i] for i in both]) if both else (None, None)
+    speed = None if normalised is None else 1 / normalised
+    speed_ci = None if normalised_ci is None else (1 / normalised_ci[1], 1 / normalised_ci[0])
     foretold = foretell(measurements, setting) if setting.speculates else None
     bias, bias_ci = traced_mean(measurements, setting, "bias")
     return {
@@ -66,7 +68,7 @@ def row_of(measurements: Sequence[Measurement], setting: Setting, judged: Kind, 
         "block_efficiency": 1 + sum(accepted) / sum(calls) if setting.speculates else None,
         "tokens_per_target_call": sum(tokens) / sum(calls) if setting.verifier != DRAFT_ONLY else None,
         "tokens_per_second": 1 / statistics.median(ours.values()) if ours else None,
-        "normalised_time": None if speed is None else 1 / speed,
+        "normalised_time": normalised,
         "speedup": speed,
         "speedup_ci": speed_ci,
         "bias": bias,
@@ -123,3 +125,10 @@ def traced_mean(
     if not sums or any(value is None for value in sums) or not np.sum(positions):
         return None, None
     return ratio_interval(sums, positions)
+
+
+def at_one_n(rows: Sequence[Row]) -> tuple[int, list[Row]]:
+    """The middle one of the measured N, and the rows at it, with those that do not speculate."""
+    counts = sorted({r["num_speculative_tokens"] for r in rows} - {0})
+    n = counts[len(counts) // 2] if counts else 0
+    return n, [r for r in rows if r["num_speculative_tokens"] in (0, n)]

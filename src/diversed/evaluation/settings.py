@@ -51,10 +51,10 @@ RULES: dict[str, tuple[Callable[..., Verifier], str]] = {
 RIVALS = (
     "block",
     *("lenience:0.5", "lenience:0.2", "lenience:0.05"),
-    *("cascade-opt:-0.3", "cascade-opt:0", "cascade-opt:0.3"),
+    *("cascade-opt:-0.7", "cascade-opt:0", "cascade-opt:0.5"),
     *("cascade-token:0.2", "cascade-token:0.6", "cascade-token:0.9"),
-    *("cactus:0.02", "cactus:0.2", "cactus:1"),
-    *("fuzzy-kl:0.5", "fuzzy-kl:2", "fuzzy-js:0.1", "fuzzy-js:0.3", "fuzzy-tv:0.3", "fuzzy-tv:0.6"),
+    *("cactus:0.05", "cactus:0.5", "cactus:5"),
+    *("fuzzy-kl:0.5", "fuzzy-kl:4", "fuzzy-js:0.2", "fuzzy-js:0.6", "fuzzy-tv:0.4", "fuzzy-tv:0.8"),
     *("typical:0.3", "typical:0.09", "typical:0.01", "topk:2,0.3", "topk:5,0.1"),
     *("entropy:0.3", "entropy:0.7", "entropy:1.5"),
     *("control:static:0.5",),

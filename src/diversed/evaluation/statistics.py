@@ -60,11 +60,10 @@ def percentile_interval(values: NDArray[np.float64]) -> Interval | None:
     return float(low), float(high)
 
 
-def median_ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, Interval | None]:
-    """Ratio of two medians over the same prompts, with a bootstrap interval over prompts."""
-    a, b = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
-    ratio = float(np.median(a) / np.median(b))
-    if len(a) < 3 or len(a) != len(b):
-        return ratio, None
-    pick = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))
-    return ratio, percentile_interval(np.median(a[pick], 1) / np.median(b[pick], 1))
+def median_interval(values: Sequence[float]) -> tuple[float, Interval | None]:
+    """Median with a bootstrap interval; none for fewer than three values."""
+    x = np.asarray(values, dtype=float)
+    if len(x) < 3:
+        return float(np.median(x)), None
+    pick = np.random.default_rng(0).integers(len(x), size=(2000, len(x)))
+    return float(np.median(x)), percentile_interval(np.median(x[pick], 1))

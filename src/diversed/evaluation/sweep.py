@@ -282,7 +282,7 @@ def continue_file(path: Path, header: Row, plan: Plan) -> list[Measurement]:
 
 
 def read_measurements(path: Path) -> Recorded:
-    """What a file holds; a last line that was cut off is left out.
+    """What a file holds; a last line that was cut off is left out, and so is what a head gave before it was changed.
 
     Raises:
         ValueError: no such file, an empty one, one that is no bench's, or one that holds several runs.
@@ -317,6 +317,8 @@ def read_measurements(path: Path) -> Recorded:
             raise ValueError(
                 f"folder: {str(path)!r} holds results of two runs ({differs}): keep each run in its own folder"
             )
+    latest = {m.setting.verifier: m.head for m in found}  # a head that was trained on since is another head
+    found = [m for m in found if m.head == latest[m.setting.verifier]]
     if not header:
         raise ValueError(f"folder: {str(path)!r} does not begin with a run's configuration: measure into a new folder")
     config: Row = header["config"]

@@ -98,8 +98,13 @@ class CascadeToken:
         return accepted_or_target(good, target_probs, draft_probs)
 
 
-def accepted_or_target(accepts: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """``q 1_A + (1 - q(A)) p``: tokens of q that lie in A, and a draw from p in place of the others; [..., V]."""
+def accepted_or_target(accepts: Tensor, target_probs: Tensor, draft_probs: Tensor, *, greedy: bool = False) -> Tensor:
+    """``q 1_A + (1 - q(A)) p``: tokens of q that lie in A, and a draw from p in place of the others; [..., V].
+
+    ``greedy``: q where A holds its argmax, else p: the argmax is the draft's where it passes, else the target's.
+    """
+    if greedy:
+        return torch.where(accepts.gather(-1, draft_probs.argmax(-1, keepdim=True)), draft_probs, target_probs)
     accepted = draft_probs.masked_fill(~accepts, 0.0)
     refused = (1 - accepted.sum(-1, keepdim=True)).clamp_min(0.0)
     return accepted + refused * target_probs
@@ -109,12 +114,12 @@ def accepted_or_target(accepts: Tensor, target_probs: Tensor, draft_probs: Tenso
 class Cactus:
     """Raise the drafted token x to h(x) = min(1, p + sqrt(2 delta p (1 - p))), and lower all others in proportion.
 
-    Cactus, constrained acceptance speculative sampling: x stays with probability min(1, h(x) / q(x)); a refused x is
-    replaced from norm(max(h - q, 0)) with h(y) = p(y) (1 - h(x)) / (1 - p(x)) for y other than x, so the replacement
-    depends on the refused token. A token that can be refused is never a replacement (q(x) > h(x) >= p(x)), hence
-    averaging over x leaves rejection sampling against one ``nu``; that ``nu`` is computed here, in O(V log V) by
-    sorting. ``delta`` bounds the divergence from p; 0 is lossless. The published form looks at the drafted token only
-    and is cheaper than this one.
+    Y. Hao and L. Mou 2026, *Cactus* (constrained acceptance speculative sampling, arXiv 2604.04987): x stays with
+    probability min(1, h(x) / q(x)); a refused x is replaced from norm(max(h - q, 0)) with h(y) = p(y) (1 - h(x)) / (1 -
+    p(x)) for y other than x, so the replacement depends on the refused token. A token that can be refused is never a
+    replacement (q(x) > h(x) >= p(x)), hence averaging over x leaves rejection sampling against one ``nu``; that ``nu``
+    is computed here, in O(V log V) by sorting. ``delta`` bounds the divergence from p; 0 is lossless. The published
+    form looks at the drafted token only and is cheaper than this one.
     """
 
     delta: float
@@ -135,7 +140,8 @@ class Cactus:
         starts, order = (q / p.clamp_min(1e-300)).sort(-1)
         count = torch.searchsorted(starts, scale)
         total = scale * _before(p.gather(-1, order), count) - _before(q.gather(-1, order), count)
-        share = torch.where(refused > 0, refused / total.clamp_min(1e-300), 0.0)
+        # Z is at least what x is refused (both sides lack the same mass), but for rounding, where p(x) is nearly 1.
+        share = refused / torch.maximum(total, refused).clamp_min(1e-300)
         # nu(y) gains sum_x share_x max(s_x p(y) - q(y), 0): the x with s_x above the start of y.
         scale, order = scale.sort(-1)
         share = share.gather(-1, order)
@@ -227,8 +233,9 @@ class TypicalAcceptance(AcceptanceTest):
 class TopKRelaxation(AcceptanceTest):
     """Accept where x is among the target's k best and p(x) >= ratio max p.
 
-    The relaxed acceptance of TensorRT-LLM and of vLLM's proposals (there for greedy decoding; read here at any
-    temperature, with a draw from p in place of a refused token). ``k=1`` is lossless at temperature 0; ``k=0`` accepts
+    After the relaxed acceptance of TensorRT-LLM: candidates among the k best within a margin of the best one, there for
+    greedy decoding. Here the margin is a ratio of probabilities, and the rule is read at any temperature, with a draw
+    from p in place of a refused token. ``k=1`` is lossless at temperature 0; ``k=0`` accepts
     nothing and is lossless at any.
     """
 
