@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diversed import GenerationOutput, Lossless, ModelPair, StaticEnsemble, generate
-from diversed.engine.cache import SlotCache
+from diversed.engine.cache import visible
 from models import EOS, FAMILIES, WINDOW, character_tokenizer, greedy_reference, noisy, pad_left, random_prompts, tiny
 
 LENGTHS = [7, 3, 40, 21, 1]
@@ -42,8 +42,7 @@ def test_ragged_batches_and_single_prompts_equal_the_target(family: str, attenti
 def test_ignoring_the_sliding_window_would_be_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = pair_of(family)
     prompts = random_prompts(LENGTHS)
-    mask = SlotCache.mask
-    monkeypatch.setattr(SlotCache, "mask", lambda cache, window=None: mask(cache))
+    monkeypatch.setattr("diversed.engine.decoder.visible", lambda slots, extent, window=None: visible(slots, extent))
     out = generate(pair, **pad_left(prompts), temperature=0, max_new_tokens=NEW)
     assert out.token_ids != greedy_reference(pair.target, prompts, NEW)
 
