@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from diversed.engine.decoder import check_supported, context_length
+from diversed.verifiers.learned import vocabulary_hash
 
 # Two tokenizers that agree on every token may still split text differently: they must agree on this as well.
 PROBE = "Dr. Müller's café sold 1,234 loaves at 3.50 € — naïve? if x == 10: return [0.5, -2]\n\tEND 東京"
@@ -105,7 +104,7 @@ class ModelPair:
         """SHA-256 over the sorted vocabulary, 16 hex digits; None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        return hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+        return vocabulary_hash(self.tokenizer.get_vocab())
 
     def describe(self) -> dict[str, str]:
         """What a head's config records of its pair."""
