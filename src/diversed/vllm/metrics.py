@@ -73,9 +73,9 @@ class Tally:
         sums[:, 3].index_add_(0, blocks, torch.ones_like(accepted, dtype=torch.float64))
         self.write()
 
-    def write(self, every: float = 1.0) -> None:
+    def write(self, every: float = 0.2) -> None:
         now = time.monotonic()
-        if self.file is None or now - self.written < every:
+        if self.file is None or (self.sums.is_cuda and now - self.written < every):
             return
         if self.sums.is_cuda:
             if self.arrived is not None and self.arrived.query():

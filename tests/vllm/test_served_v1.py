@@ -1,0 +1,244 @@
+"""Model runner V1, end to end: the embedded pair in a real engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from common import FREE_CHOICE, N, counters, fit, make_llm, nu_after, verifier
+
+from diversed import generate
+from diversed.tasks import load_task
+
+SETTINGS = [
+    None,
+    {"verifier": "static:0.8"},
+    {"verifier": "static:0.5"},
+    {"verifier": "static:0.2"},
+    {"verifier": "static:0"},
+    {"head": "shop", "quality": 0.5},
+    {"head": "shop", "quality": 0.95},
+    {"head": "tally", "quality": 0.8},
+]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [e.prompt for e in load_task("shop", split="test", n=48, seed=3).examples]
+
+
+def params(setting, **changes):
+    from vllm import SamplingParams
+
+    extra = None if setting is None else {"diversed": setting}
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": 96} | changes, extra_args=extra)
+
+
+def tokens(llm, prompts, settings, **changes):
+    """Token ids per prompt; one setting for all, or one for each."""
+    each = settings if isinstance(settings, list) else [settings] * len(prompts)
+    out = llm.generate(prompts, [params(s, **changes) for s in each], use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in out]
+
+
+def test_next_token_follows_nu_in_a_mixed_batch(llm, pair):
+    each = 600
+    settings = SETTINGS * each
+    # Position 1 is the target's (no draft yet), position 2 the first drafted one.
+    out = tokens(llm, [FREE_CHOICE] * len(settings), settings, max_tokens=2)
+    prompt = pair.tokenizer.encode(FREE_CHOICE)
+    for i, setting in enumerate(SETTINGS):
+        mine = out[i :: len(SETTINGS)]
+        first = max({row[0] for row in mine}, key=[row[0] for row in mine].count)
+        second = [row[1] for row in mine if row[0] == first]
+        assert len(second) > each / 2
+        nu, _ = nu_after(pair, [*prompt, first], setting)
+        p, _ = nu_after(pair, [*prompt, first], None)
+        assert fit(second, nu) > 1e-4, setting
+        if 0.5 * (nu - p).abs().sum() > 0.1:
+            assert fit(second, p) < 1e-9, f"{setting}: the test would not see the difference"
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_acceptance_is_one_minus_w_tv(llm, pair, setting):
+    n = 500
+    before = counters(llm)
+    out = tokens(llm, [FREE_CHOICE] * n, setting, max_tokens=2)
+    after = counters(llm)
+    drafts = after["num_drafts"] - before["num_drafts"]
+    accepted = after["num_accepted_tokens_per_pos"][0] - before["num_accepted_tokens_per_pos"][0]
+    assert drafts == n
+    prompt = pair.tokenizer.encode(FREE_CHOICE)
+    expected = 0.0
+    for first in {row[0] for row in out}:
+        nu, q = nu_after(pair, [*prompt, first], setting)
+        expected += torch.minimum(nu, q).sum().item() * sum(row[0] == first for row in out) / n
+    error = (expected * (1 - expected) / n) ** 0.5
+    assert abs(accepted / drafts - expected) < 4 * error + 1e-6
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s is not None], ids=str)
+def test_greedy_tokens_equal_the_native_engine(llm, pair, prompts, setting):
+    ours = tokens(llm, prompts, setting, temperature=0.0)
+    # vLLM takes its first token from the target, before anything is drafted: start the native engine after it, so
+    # that blocks begin at the same places.
+    ids = [pair.tokenizer.encode(prompt) + row[:1] for prompt, row in zip(prompts, ours, strict=True)]
+    native = generate(
+        pair, input_ids=ids, verifier=verifier(setting), num_speculative_tokens=N, max_new_tokens=95, temperature=0.0
+    )
+    end = pair.tokenizer.eos_token_id
+    compared = 0
+    for mine, theirs in zip(ours, native.token_ids, strict=True):
+        if mine[-1] == end:  # else the two engines cut their last blocks differently
+            assert mine[1:] == theirs
+            compared += 1
+    assert compared > len(prompts) / 2
+
+
+def test_quality_one_is_untouched_beside_relaxed_requests(llm, prompts):
+    greedy = tokens(llm, prompts, None, temperature=0.0)
+    assert tokens(llm, prompts, {"quality": 1}, temperature=0.0) == greedy
+    mixed = [{"verifier": "static:0"} if i % 2 else ({"quality": 1.0} if i % 4 else None) for i in range(len(prompts))]
+    out = tokens(llm, prompts, mixed, temperature=0.0)
+    assert [out[i] for i in range(0, len(out), 2)] == [greedy[i] for i in range(0, len(out), 2)]
+    assert [out[i] for i in range(1, len(out), 2)] != [greedy[i] for i in range(1, len(out), 2)]
+
+
+def test_forbidden_stays_forbidden_at_quality_zero(llm, pair, prompts):
+    everything = {"verifier": "static:0"}
+    free = [t for row in tokens(llm, prompts, everything) for t in row]
+    words = pair.tokenizer.convert_ids_to_tokens(sorted(set(free), key=free.count)[-8:])
+    texts = [pair.tokenizer.convert_tokens_to_string([w]) for w in words]
+    from vllm import SamplingParams
+
+    bad = [t for t in texts if t.strip().isalpha()][:4]
+    assert bad
+    out = llm.generate(
+        prompts,
+        SamplingParams(temperature=1.0, max_tokens=60, bad_words=bad, extra_args={"diversed": everything}),
+        use_tqdm=False,
+    )
+    banned = [pair.tokenizer.encode(w, add_special_tokens=False) for w in bad]
+    single = {ids[0] for ids in banned if len(ids) == 1}
+    assert single or any(len(ids) > 1 for ids in banned)
+    for o in out:
+        ids = list(o.outputs[0].token_ids)
+        assert not single & set(ids)
+        for sequence in banned:
+            assert all(ids[i : i + len(sequence)] != sequence for i in range(len(ids)))
+    allowed = sorted(set(pair.tokenizer.encode(" 0123456789 + - * = .")))
+    for row in tokens(llm, prompts, everything, allowed_token_ids=allowed, max_tokens=40):
+        assert set(row) <= set(allowed)
+
+
+def test_top_k_and_top_p_hold_at_quality_zero(llm, pair):
+    prompt = pair.tokenizer.encode(FREE_CHOICE)
+    from common import distributions
+
+    for limit in ({"top_k": 2}, {"top_p": 0.6}):
+        out = tokens(llm, [FREE_CHOICE] * 200, {"verifier": "static:0"}, max_tokens=2, **limit)
+        for first in {row[0] for row in out}:
+            p, *_ = distributions(pair, [*prompt, first])
+            order = p.argsort(descending=True)
+            keep = 2 if "top_k" in limit else int((p[order].cumsum(0) < 0.6).sum()) + 1
+            assert {row[1] for row in out if row[0] == first} <= set(order[:keep].tolist())
+
+
+def test_penalties_shape_nu(llm, pair):
+    """A heavy logit bias by repetition penalty changes the target alone; nu at quality 0.5 must follow it."""
+    prompt = pair.tokenizer.encode(FREE_CHOICE)
+    out = tokens(llm, [FREE_CHOICE] * 600, {"verifier": "static:0.5"}, max_tokens=2, repetition_penalty=5.0)
+    first = max({row[0] for row in out}, key=[row[0] for row in out].count)
+    second = [row[1] for row in out if row[0] == first]
+    from common import distributions
+
+    p, q, *_ = distributions(pair, [*prompt, first])
+    logits = p.log()
+    logits -= logits.max()  # a softmax forgets the offset, the penalty does not: take the model's own logits instead
+    with torch.inference_mode():
+        logits = pair.target(torch.tensor([[*prompt, first]])).logits[0, -1].float()
+    seen = torch.tensor(sorted({*prompt, first}))
+    logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 5.0, logits[seen] * 5.0)
+    nu = 0.5 * logits.softmax(-1) + 0.5 * q
+    assert fit(second, nu) > 1e-4
+    assert fit(second, 0.5 * p + 0.5 * q) < 1e-9
+
+
+def test_structured_output_holds_at_quality_zero(llm, prompts):
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    shape = StructuredOutputsParams(regex=r" [0-9]{1,3} (plus|minus) [0-9]{1,3}")
+    out = llm.generate(
+        prompts,
+        SamplingParams(
+            temperature=1.0, max_tokens=30, structured_outputs=shape, extra_args={"diversed": {"verifier": "static:0"}}
+        ),
+        use_tqdm=False,
+    )
+    import re
+
+    for o in out:
+        assert re.fullmatch(r" [0-9]{1,3} (plus|minus) [0-9]{1,3}", o.outputs[0].text), o.outputs[0].text
+
+
+def test_logprobs_stay_the_targets(llm, pair):
+    prompt = pair.tokenizer.encode(FREE_CHOICE)
+    out = llm.generate(
+        [FREE_CHOICE] * 4, params({"verifier": "static:0"}, max_tokens=8, logprobs=0), use_tqdm=False
+    )
+    for o in out:
+        ids = list(o.outputs[0].token_ids)
+        with torch.inference_mode():
+            logits = pair.target(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+        reported = torch.tensor([step[t].logprob for step, t in zip(o.outputs[0].logprobs, ids, strict=True)])
+        assert torch.allclose(reported, expected, atol=2e-3)
+
+
+def test_synthetic_accepts_at_its_rate(llm):
+    before = counters(llm)
+    tokens(llm, [FREE_CHOICE] * 600, {"verifier": "synthetic:0.7"}, max_tokens=2)
+    after = counters(llm)
+    accepted = after["num_accepted_tokens_per_pos"][0] - before["num_accepted_tokens_per_pos"][0]
+    assert abs(accepted / 600 - 0.7) < 4 * (0.21 / 600) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"diversed": {"quality": 2}}, "quality=2 must be a number between 0 and 1"),
+        ({"diversed": {"head": "poems"}}, "there are: shop, tally"),
+        ({"diversed": {"verifier": "static:0.5", "head": "shop"}}, "exclude each other"),
+        ({"diversed": json.dumps({"temperature": 1})}, "'temperature' is no setting"),
+        ({"diversed_phase": "inside", "diversed_quality": 0.5}, "has no tokens"),
+    ],
+)
+def test_a_bad_setting_is_refused_with_a_reason(llm, extra, says):
+    from vllm import SamplingParams
+
+    with pytest.raises(ValueError, match=says):
+        llm.generate(["Question:"], SamplingParams(extra_args=extra), use_tqdm=False)
+
+
+def test_metrics_add_up(llm, prompts):
+    import os
+
+    from diversed.vllm.metrics import read_sums
+    from diversed.vllm.plugin import REQUESTS
+
+    before, served, vllm_before = read_sums(os.environ["DIVERSED_METRICS_DIR"]), REQUESTS.served.copy(), counters(llm)
+    tokens(llm, prompts, {"verifier": "static:0.25"})
+    gained = read_sums(os.environ["DIVERSED_METRICS_DIR"]) - before
+    vllm_gained = {k: counters(llm)[k] - vllm_before[k] for k in ("num_drafts", "num_draft_tokens")}
+    assert REQUESTS.served["static"] - served["static"] == len(prompts)
+    assert gained[2, 0] == vllm_gained["num_draft_tokens"]
+    assert gained[2, 3] == vllm_gained["num_drafts"]
+    assert gained[2, 2] == pytest.approx(0.25 * gained[2, 0])
+    assert 0.5 < gained[2, 1] / gained[2, 0] < 1
