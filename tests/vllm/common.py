@@ -16,7 +16,7 @@ from diversed.pairs import DRAFT, HEADS, TARGET
 
 N = 5
 # After these words the shop family chooses freely among synonyms: TV(p, q) is large there.
-FREE_CHOICE = "Question: Ada has 12 nuts and buys 3 bags of 7 nuts. How many nuts are there now?\nAnswer: First"
+FREE_CHOICE = "Question: Ada has 2 nuts.\nAnswer: First"
 
 
 def make_llm(**changes: Any) -> Any:

@@ -88,7 +88,7 @@ def test_one_hot_drafts(rows):
 
 
 def test_rules_look_at_the_probabilities(rows):
-    logits, weights = relaxed_logits(rows, group_rows([relaxation("entropy", 1.5)], [12]), {})
+    _logits, weights = relaxed_logits(rows, group_rows([relaxation("entropy", 1.5)], [12]), {})
     p = rows.target_logits.softmax(-1)
     assert torch.equal(weights, EntropyRule(1.5).weight(p, rows.draft_probs, p, p))
     assert 0 < weights.sum() < 12
@@ -114,7 +114,7 @@ def test_ranks_that_differ_in_the_last_bit_agree_after_sharing(rows, heads):
         return weight
 
     ours, w = relaxed_logits(rows, groups, heads, agree=first_rank)
-    alone, w_alone = relaxed_logits(near, groups, heads)
+    _alone, w_alone = relaxed_logits(near, groups, heads)
     theirs, w_shared = relaxed_logits(near, groups, heads, agree=lambda weight: shared[0])
     assert not torch.equal(w_alone, w)
     assert torch.equal(w_shared, w)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from common import FREE_CHOICE, N, counters, fit, make_llm, nu_after, verifier
+from common import FREE_CHOICE, N, counters, distributions, fit, make_llm, nu_after, verifier
 
 from diversed import generate
 from diversed.tasks import load_task
@@ -30,7 +30,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def prompts():
-    return [e.prompt for e in load_task("shop", split="test", n=48, seed=3).examples]
+    return [e.prompt for e in load_task("shop", split="test", n=24, seed=3).examples]
 
 
 def params(setting, **changes):
@@ -48,7 +48,7 @@ def tokens(llm, prompts, settings, **changes):
 
 
 def test_next_token_follows_nu_in_a_mixed_batch(llm, pair):
-    each = 600
+    each = 500
     settings = SETTINGS * each
     # Position 1 is the target's (no draft yet), position 2 the first drafted one.
     out = tokens(llm, [FREE_CHOICE] * len(settings), settings, max_tokens=2)
@@ -65,9 +65,9 @@ def test_next_token_follows_nu_in_a_mixed_batch(llm, pair):
             assert fit(second, p) < 1e-9, f"{setting}: the test would not see the difference"
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", [None, SETTINGS[2], SETTINGS[4], SETTINGS[6]], ids=str)
 def test_acceptance_is_one_minus_w_tv(llm, pair, setting):
-    n = 500
+    n = 400
     before = counters(llm)
     out = tokens(llm, [FREE_CHOICE] * n, setting, max_tokens=2)
     after = counters(llm)
@@ -83,7 +83,7 @@ def test_acceptance_is_one_minus_w_tv(llm, pair, setting):
     assert abs(accepted / drafts - expected) < 4 * error + 1e-6
 
 
-@pytest.mark.parametrize("setting", [s for s in SETTINGS if s is not None], ids=str)
+@pytest.mark.parametrize("setting", SETTINGS[2:7:2] + SETTINGS[5:6], ids=str)
 def test_greedy_tokens_equal_the_native_engine(llm, pair, prompts, setting):
     ours = tokens(llm, prompts, setting, temperature=0.0)
     # vLLM takes its first token from the target, before anything is drafted: start the native engine after it, so
@@ -139,8 +139,6 @@ def test_forbidden_stays_forbidden_at_quality_zero(llm, pair, prompts):
 
 def test_top_k_and_top_p_hold_at_quality_zero(llm, pair):
     prompt = pair.tokenizer.encode(FREE_CHOICE)
-    from common import distributions
-
     for limit in ({"top_k": 2}, {"top_p": 0.6}):
         out = tokens(llm, [FREE_CHOICE] * 200, {"verifier": "static:0"}, max_tokens=2, **limit)
         for first in {row[0] for row in out}:
@@ -156,8 +154,6 @@ def test_penalties_shape_nu(llm, pair):
     out = tokens(llm, [FREE_CHOICE] * 600, {"verifier": "static:0.5"}, max_tokens=2, repetition_penalty=5.0)
     first = max({row[0] for row in out}, key=[row[0] for row in out].count)
     second = [row[1] for row in out if row[0] == first]
-    from common import distributions
-
     p, q, *_ = distributions(pair, [*prompt, first])
     logits = p.log()
     logits -= logits.max()  # a softmax forgets the offset, the penalty does not: take the model's own logits instead
@@ -171,8 +167,9 @@ def test_penalties_shape_nu(llm, pair):
 
 
 def test_structured_output_holds_at_quality_zero(llm, prompts):
-    from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
+
+    from vllm import SamplingParams
 
     shape = StructuredOutputsParams(regex=r" [0-9]{1,3} (plus|minus) [0-9]{1,3}")
     out = llm.generate(
@@ -190,9 +187,7 @@ def test_structured_output_holds_at_quality_zero(llm, prompts):
 
 def test_logprobs_stay_the_targets(llm, pair):
     prompt = pair.tokenizer.encode(FREE_CHOICE)
-    out = llm.generate(
-        [FREE_CHOICE] * 4, params({"verifier": "static:0"}, max_tokens=8, logprobs=0), use_tqdm=False
-    )
+    out = llm.generate([FREE_CHOICE] * 4, params({"verifier": "static:0"}, max_tokens=8, logprobs=0), use_tqdm=False)
     for o in out:
         ids = list(o.outputs[0].token_ids)
         with torch.inference_mode():
@@ -204,10 +199,10 @@ def test_logprobs_stay_the_targets(llm, pair):
 
 def test_synthetic_accepts_at_its_rate(llm):
     before = counters(llm)
-    tokens(llm, [FREE_CHOICE] * 600, {"verifier": "synthetic:0.7"}, max_tokens=2)
+    tokens(llm, [FREE_CHOICE] * 400, {"verifier": "synthetic:0.7"}, max_tokens=2)
     after = counters(llm)
     accepted = after["num_accepted_tokens_per_pos"][0] - before["num_accepted_tokens_per_pos"][0]
-    assert abs(accepted / 600 - 0.7) < 4 * (0.21 / 600) ** 0.5
+    assert abs(accepted / 400 - 0.7) < 4 * (0.21 / 400) ** 0.5
 
 
 @pytest.mark.parametrize(

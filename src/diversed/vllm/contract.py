@@ -19,13 +19,13 @@ class Need(NamedTuple):
 
     module: str
     name: str  #: function, Class.method or Class
-    parameters: tuple[str, ...]  #: the first ones, in order; of a class: fields, in any order
+    parameters: tuple[str, ...]  #: the first ones, in order; of a class: fields, in any order; empty: an imported name
     wrapped: bool = False  #: whether the plug-in puts its own function in its place
 
 
 RUNNER, SAMPLER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.rejection_sampler"
 PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
-RUNNER2, SAMPLER2 = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
+RUNNER2, SAMPLER2 = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 SPECULATOR2 = "vllm.v1.worker.gpu.spec_decode.speculator"
 
 COMMON = (
@@ -52,9 +52,11 @@ V2 = (
         "logits_indices", "num_draft_tokens")),
     Need(SPECULATOR2, "DraftModelSpeculator.sample_draft", (
         "self", "hidden_states", "sample_src_positions", "idx_mapping", "temperature", "seeds", "draft_step"), True),
-    Need(SAMPLER2, "rejection_sample", (
+    Need(SAMPLER2, "rejection_sample", (), True),  # imported there, and called by that name
+    Need(SAMPLER2, "RejectionSampler._verify", ("self", "logits", "draft_logits", "draft_sampled")),
+    Need(f"{SAMPLER2}_utils", "rejection_sample", (
         "target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping",
-        "expanded_idx_mapping", "expanded_local_pos", "temperature"), True),
+        "expanded_idx_mapping", "expanded_local_pos", "temperature")),
 )  # fmt: skip
 
 
@@ -72,7 +74,10 @@ def differences(needs: tuple[Need, ...], read: Callable[[str], str | None]) -> l
         tree = trees[need.module]
         here = f"{need.module}.{need.name}"
         node = None if tree is None else _find(tree, need.name)
-        if node is None:
+        if tree is not None and not need.parameters:
+            if need.name not in _imported(tree):
+                found.append(f"{here} is no longer imported there")
+        elif node is None:
             found.append(f"{here} is missing")
         elif isinstance(node, ast.ClassDef):
             lacking = [p for p in need.parameters if p not in set(_fields(node))]
@@ -116,6 +121,10 @@ def _find(tree: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef | None:
             return None
         body = node.body
     return node
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    return {a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef]:

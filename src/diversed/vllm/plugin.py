@@ -25,8 +25,8 @@ def register() -> None:
     """Make the plug-in active in this process. vLLM calls it; calling it again changes nothing.
 
     Raises:
-        SystemExit: the bounds cannot be read; or, under ``DIVERSED_STRICT=1``, this vLLM does not fit. No lesser
-            exception would do: vLLM logs those of a plug-in and goes on without it.
+        SystemExit: the bounds cannot be read; or, under ``DIVERSED_STRICT=1``, this vLLM does not fit. A lesser
+            exception might only be logged.
     """
     try:
         bounds = read_bounds()
@@ -43,10 +43,10 @@ def register() -> None:
 def find_faults() -> list[str]:
     """Why this vLLM cannot be served, a sentence each; empty where it can."""
     try:
-        import vllm
+        from vllm import __version__ as version
     except ImportError as error:
         return [f"vLLM cannot be imported ({error}): pip install 'diversed[vllm]'"]
-    faults = contract.version_difference(vllm.__version__)
+    faults = contract.version_difference(version)
     faults += contract.differences(contract.COMMON, contract.read_installed)
     runners = [contract.differences(needs, contract.read_installed) for needs in (contract.V1, contract.V2)]
     faults += [] if not all(runners) else [fault for found in runners for fault in found]
@@ -90,18 +90,23 @@ def install(bounds: Bounds) -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from diversed.vllm.cpu_kernels import repair
     from diversed.vllm.requests import wrap_verify
 
     if hasattr(SamplingParams.verify, MARK):
         return
-    repair()
+    repair_kernels()
     metrics.make_folder()
     replace(SamplingParams, "verify", lambda original: wrap_verify(original, bounds, REQUESTS))
     replace(WorkerWrapperBase, "init_device", lambda original: wrap_init_device(original, bounds))
     expose_metrics()
     logger.info("diversed: active (default quality %g, minimum %g, heads: %s)", bounds.default_quality,
                 bounds.minimum_quality, ", ".join(bounds.heads) or "none")  # fmt: skip
+
+
+def repair_kernels() -> None:
+    from diversed.vllm.cpu_kernels import repair
+
+    repair()
 
 
 def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
