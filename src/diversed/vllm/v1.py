@@ -166,6 +166,7 @@ def attach(runner: Any, served: Served) -> Adapter:
         size = config.speculative_config.draft_model_config.get_hidden_size()
         buffer = torch.zeros(most, n, size, dtype=config.model_config.dtype, device=served.device)
     adapter = Adapter(runner, served, buffer)
+    runner.diversed = adapter  # for whoever inspects a worker
     if served.markers is not None:
         # The last slot is nobody's: it stands for requests whose phase does not matter. Requests that wait while
         # preempted keep their slots, hence the room.

@@ -107,6 +107,7 @@ def attach(runner: Any, served: Served) -> Adapter:
     if served.markers is not None:
         tracker = PhaseTracker(slots, served.markers, served.device)
     adapter = Adapter(runner, served, [None] * slots, buffer, tracker)
+    runner.diversed = adapter  # for whoever inspects a worker
     wrapped: list[tuple[Any, str, Callable[..., Any]]]
     wrapped = [(runner, "add_requests", adapter.add_requests), (runner, "sample", adapter.sample)]
     if buffer is not None:
