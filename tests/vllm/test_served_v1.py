@@ -155,8 +155,9 @@ def test_top_p_holds_at_quality_zero(llm, pair):
 
 def test_penalties_shape_nu(llm, pair):
     """A heavy repetition penalty changes the target alone, and nu with it."""
-    prompt = pair.tokenizer.encode(FREE_CHOICE)
-    out = tokens(llm, [FREE_CHOICE] * 600, {"verifier": "static:0.5"}, max_tokens=2, repetition_penalty=5.0)
+    text = "Question: First, we they you I work find see note.\nAnswer: First"
+    prompt = pair.tokenizer.encode(text)
+    out = tokens(llm, [text] * 500, {"verifier": "static:0.5"}, max_tokens=2, repetition_penalty=5.0)
     first = max({row[0] for row in out}, key=[row[0] for row in out].count)
     second = [row[1] for row in out if row[0] == first]
     p, q, *_ = distributions(pair, [*prompt, first])
@@ -164,8 +165,7 @@ def test_penalties_shape_nu(llm, pair):
         logits = pair.target(torch.tensor([[*prompt, first]])).logits[0, -1].float()
     seen = torch.tensor(sorted({*prompt, first}))
     logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 5.0, logits[seen] * 5.0)
-    nu = 0.5 * logits.softmax(-1) + 0.5 * q
-    assert fit(second, nu) > 1e-4
+    assert fit(second, 0.5 * logits.softmax(-1) + 0.5 * q) > 1e-4
     assert fit(second, 0.5 * p + 0.5 * q) < 1e-9
 
 

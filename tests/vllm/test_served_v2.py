@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def run(code: str, *arguments: str, plugins: str | None = None) -> str:
     }
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
-    script = Path(os.environ["TMPDIR"] if "TMPDIR" in os.environ else "/tmp") / f"diversed-v2-{os.getpid()}.py"
+    script = Path(tempfile.gettempdir()) / f"diversed-v2-{os.getpid()}.py"
     script.write_text(code)
     try:
         done = subprocess.run(
