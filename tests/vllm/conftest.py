@@ -13,6 +13,8 @@ os.environ.update(
     DIVERSED_HEADS=f"shop={HEADS / 'shop'},tally={HEADS / 'tally'}",
     DIVERSED_SAME_NAMES="0",  # the embedded pair is served under the names of its folders
     DIVERSED_ALLOW_SYNTHETIC="1",
+    DIVERSED_THINK_START="Ġ=",  # stand-ins for <think> and </think>: every sum of a solution is a phase
+    DIVERSED_THINK_END=".",
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="WARNING",

@@ -10,6 +10,7 @@ from common import FREE_CHOICE, N, counters, distributions, fit, make_llm, nu_af
 
 from diversed import generate
 from diversed.tasks import load_task
+from diversed.vllm.phases import inside_after
 
 SETTINGS = [
     None,
@@ -153,6 +154,35 @@ def test_top_p_holds_at_quality_zero(llm, pair):
         assert {row[1] for row in out if row[0] == first} <= set(nucleus.tolist())
 
 
+@pytest.mark.parametrize("phase", ["inside", "outside"])
+def test_the_other_phase_stays_the_targets(llm, pair, prompts, phase):
+    """Greedy at weight 0: the draft's favourite in the chosen phase, the target's in the other."""
+    vocabulary = pair.tokenizer.get_vocab()
+    start, end = vocabulary["Ġ="], vocabulary["."]
+    relaxed = strict = 0
+    for prompt, row in zip(
+        prompts, tokens(llm, prompts, {"verifier": "static:0", "phase": phase}, temperature=0.0), strict=True
+    ):
+        ids = pair.tokenizer.encode(prompt)
+        with torch.no_grad():
+            logits = pair.target(torch.tensor([ids + row])).logits[0, len(ids) - 1 : -1]
+            drafts = pair.draft(torch.tensor([ids + row])).logits[0, len(ids) - 1 : -1]
+        inside = inside_after(ids, start, end)
+        for token, p, q in zip(row, logits, drafts, strict=True):
+            best, near = p.topk(2).values.tolist()
+            if best - near > 1e-3:  # a tie may fall either way
+                if inside == (phase == "inside"):
+                    assert token in (p.argmax(), q.argmax())
+                    relaxed += int(token != p.argmax())
+                else:
+                    assert token == p.argmax()
+                    strict += int(p.argmax() != q.argmax())
+            inside = token == start or (inside and token != end)
+    assert strict > 10, "the draft must want something else where it may not have it"
+    if phase == "outside":
+        assert relaxed > 10
+
+
 def test_penalties_shape_nu(llm, pair):
     """A heavy repetition penalty changes the target alone, and nu with it."""
     text = "Question: First, we they you I work find see note.\nAnswer: First"
@@ -215,7 +245,7 @@ def test_synthetic_accepts_at_its_rate(llm):
         ({"diversed": {"head": "poems"}}, "there are: shop, tally"),
         ({"diversed": {"verifier": "static:0.5", "head": "shop"}}, "exclude each other"),
         ({"diversed": json.dumps({"temperature": 1})}, "'temperature' is no setting"),
-        ({"diversed_phase": "inside", "diversed_quality": 0.5}, "has no tokens"),
+        ({"diversed_phase": "sometimes", "diversed_quality": 0.5}, "phase='sometimes' is unknown"),
     ],
 )
 def test_a_bad_setting_is_refused_with_a_reason(llm, extra, says):
