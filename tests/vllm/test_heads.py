@@ -40,5 +40,5 @@ def test_names_may_be_waived():
 
 
 def test_a_missing_head_is_named(tmp_path):
-    with pytest.raises(ValueError, match="heads: lost=.* cannot be loaded"):
+    with pytest.raises(ValueError, match=r"heads: lost=.* cannot be loaded"):
         load_heads({"lost": str(tmp_path)}, **FITS)

@@ -49,7 +49,7 @@ if __name__ == "__main__":
     rows = []
     for temperature in (0.0, 1.0):
         before = counters(llm)
-        asked = [SamplingParams(temperature=temperature, max_tokens=20, seed=i if s == 1 else None,
+        asked = [SamplingParams(temperature=temperature, max_tokens=int(sys.argv[3]), seed=i if s == 1 else None,
                                 extra_args={"diversed": s} if isinstance(s, dict) else None)
                  for s in settings for i, _ in enumerate(prompts)]
         out = llm.generate(prompts * len(settings), asked, use_tqdm=False)
@@ -80,7 +80,7 @@ def run(code: str, *arguments: str, plugins: str | None = None) -> str:
 
 
 def test_rejection_sampler_follows_nu_in_a_mixed_batch():
-    found = json.loads(run(SAMPLER, "400").strip().splitlines()[-1])
+    found = json.loads(run(SAMPLER, "250").strip().splitlines()[-1])
     assert len(found) == 6
     for setting, acceptance, expected, distance, ok in found:
         assert ok, (setting, acceptance, expected, distance)
@@ -102,7 +102,7 @@ def test_engine_serves_each_request_its_own_setting(pair, prompts):
     from diversed import generate
 
     settings = [None, {"verifier": "static:0.5"}, {"head": "shop", "quality": 0.5}, {"verifier": "static:0"}]
-    out = run(ENGINE, json.dumps(prompts), json.dumps(settings))
+    out = run(ENGINE, json.dumps(prompts), json.dumps(settings), "20")
     (line,) = [x for x in out.splitlines() if x.startswith("RESULT")]
     greedy, sampled = json.loads(line.removeprefix("RESULT"))
     assert all(len(row) == 20 for row in greedy + sampled)
@@ -125,6 +125,6 @@ def test_requests_that_say_nothing_are_untouched(prompts):
     """Greedy and seeded sampling: the same tokens with the plug-in and without."""
     both = []
     for plugins in (None, "none"):
-        out = run(ENGINE, json.dumps(prompts), json.dumps([1]), plugins=plugins)
+        out = run(ENGINE, json.dumps(prompts[:2]), json.dumps([1]), "10", plugins=plugins)
         both.append(next(x for x in out.splitlines() if x.startswith("RESULT")))
     assert both[0] == both[1]

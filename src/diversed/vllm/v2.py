@@ -57,11 +57,13 @@ class Adapter:
                 self.tracker.begin(slot, new.prefill_token_ids)
         return out
 
-    def sample(self, original: Callable[..., Any], hidden_states: Tensor, input_batch: Any, *args: Any) -> Any:
+    def sample(
+        self, original: Callable[..., Any], hidden_states: Tensor, input_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         slots = input_batch.idx_mapping_np.tolist()
         relaxations = [self.relaxations[slot] for slot in slots]
         if not any(relaxations):
-            return original(hidden_states, input_batch, *args)
+            return original(hidden_states, input_batch, *args, **kwargs)
         follows = self.tracker is not None and any(r is not None and r.phase != "everywhere" for r in relaxations)
         step = None
         if input_batch.num_draft_tokens:
@@ -76,7 +78,7 @@ class Adapter:
             )
         token = STEP.set(step)
         try:
-            out = original(hidden_states, input_batch, *args)
+            out = original(hidden_states, input_batch, *args, **kwargs)
         finally:
             STEP.reset(token)
         if follows and self.tracker is not None:
