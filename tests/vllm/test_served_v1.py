@@ -10,6 +10,7 @@ from common import FREE_CHOICE, N, counters, distributions, fit, make_llm, nu_af
 
 from diversed import generate
 from diversed.tasks import load_task
+from diversed.tasks.contract import judge
 from diversed.vllm.phases import inside_after
 
 SETTINGS = [
@@ -90,10 +91,7 @@ def test_greedy_tokens_equal_the_native_engine(llm, pair, prompts, setting):
     # vLLM takes its first token from the target, before anything is drafted: start the native engine after it, so
     # that blocks begin at the same places.
     ids = [pair.tokenizer.encode(prompt) + row[:1] for prompt, row in zip(prompts, ours, strict=True)]
-    longest = max(map(len, ids))
-    padded, mask = (torch.tensor(x) for x in zip(*(
-        ([0] * (longest - len(row)) + row, [0] * (longest - len(row)) + [1] * len(row)) for row in ids
-    ), strict=True))  # fmt: skip
+    padded, mask = pad(ids)
     native = generate(
         pair,
         input_ids=padded,
@@ -110,6 +108,42 @@ def test_greedy_tokens_equal_the_native_engine(llm, pair, prompts, setting):
             assert mine[1:] == theirs
             compared += 1
     assert compared > len(prompts) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [None, {"verifier": "static:0.5"}, {"head": "shop", "quality": 0.5}], ids=str)
+def test_sampling_agrees_with_the_native_engine(llm, pair, setting):
+    """T = 1 on 500 problems: acceptance at the first position of a block, and accuracy."""
+    task = load_task("shop", split="test", n=500, seed=11)
+    problems = [e.prompt for e in task.examples]
+    before = counters(llm)
+    ours = tokens(llm, problems, setting, max_tokens=24)  # shorter than any solution: no block is cut by its end
+    after = counters(llm)
+    drafts = after["num_drafts"] - before["num_drafts"]
+    rate = (after["num_accepted_tokens_per_pos"][0] - before["num_accepted_tokens_per_pos"][0]) / drafts
+    padded, mask = pad([pair.tokenizer.encode(text) + row[:1] for text, row in zip(problems, ours, strict=True)])
+    common = {"verifier": verifier(setting), "num_speculative_tokens": N, "temperature": 1.0}
+    native = generate(pair, input_ids=padded, attention_mask=mask, max_new_tokens=23, seed=0, **common)
+    blocks = sum(c.drafted[0] for c in native.stats.per_sequence)
+    native_rate = sum(c.accepted[0] for c in native.stats.per_sequence) / blocks
+    error = (rate * (1 - rate) / drafts + native_rate * (1 - native_rate) / blocks) ** 0.5
+    assert abs(rate - native_rate) < 4 * error, (rate, native_rate, error)
+
+    texts = [pair.tokenizer.decode(row, skip_special_tokens=True) for row in tokens(llm, problems, setting)]
+    mine = judge(task.score, task.examples, texts, "score")
+    theirs = judge(
+        task.score, task.examples, generate(pair, problems, max_new_tokens=96, seed=0, **common).texts, "score"
+    )
+    a, b = sum(mine) / 500, sum(theirs) / 500
+    print(f"{setting}: first-position acceptance {rate:.3f} and {native_rate:.3f}, accuracy {a:.3f} and {b:.3f}")
+    assert abs(a - b) < 4 * ((a * (1 - a) + b * (1 - b) + 0.01) / 500) ** 0.5
+
+
+def pad(ids):
+    """Rows of ids to a left-padded tensor and its mask."""
+    longest = max(map(len, ids))
+    rows = [([0] * (longest - len(row)) + row, [0] * (longest - len(row)) + [1] * len(row)) for row in ids]
+    return (torch.tensor(x) for x in zip(*rows, strict=True))
 
 
 def test_quality_one_is_untouched_beside_relaxed_requests(llm, prompts):

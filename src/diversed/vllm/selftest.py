@@ -116,7 +116,14 @@ def run_v1(case: Case, served: Served, relaxations: list[Relaxation | None]) -> 
     n, device = case.n, case.device
     metadata = SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(n, device=device),
                                generators={})  # fmt: skip
-    step = v1.Step(served, relaxations, case.hidden[0].expand(n, -1), case.hidden[1].expand(n, -1), None)
+    step = v1.Step(
+        served,
+        [str(i) for i in range(n)],
+        relaxations,
+        case.hidden[0].expand(n, -1),
+        case.hidden[1].expand(n, -1),
+        None,
+    )
     token = v1.STEP.set(step)
     try:
         out = _wrapped(sampler.rejection_sample, v1.wrap_rejection_sample)(
@@ -139,6 +146,7 @@ def run_v2(case: Case, served: Served, relaxations: list[Relaxation | None]) -> 
     tokens = torch.stack([torch.zeros_like(case.tokens), case.tokens], 1).flatten()
     step = v2.Step(
         served,
+        [str(i) for i in range(n)],
         relaxations,
         list(range(0, 2 * n + 1, 2)),
         case.hidden[0].expand(2 * n, -1),

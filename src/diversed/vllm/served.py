@@ -38,6 +38,7 @@ class Served:
     one_hot: bool  #: the proposer has no probabilities at all
     markers: tuple[int, int] | None = None  #: ids of the tokens around reasoning
     parsed: dict[str, tuple[Any, Relaxation | None]] = field(default_factory=dict)
+    figures: dict[str, list[float]] = field(default_factory=dict)  #: blocks, drafted, accepted, weights; for debugging
 
     def relaxation(self, req_id: str, sampling_params: Any) -> Relaxation | None:
         """A request's setting, parsed once. The server has refused bad ones; what slips through stays lossless."""
@@ -54,7 +55,11 @@ class Served:
         return relaxation
 
     def forget(self, alive: Any, slack: int = 256) -> None:
-        """Drop settings of requests that are gone."""
+        """Drop settings of requests that are gone, and log their figures where debug messages are wanted."""
+        for req_id in [i for i in self.figures if i not in alive]:
+            blocks, drafted, accepted, weight = self.figures.pop(req_id)
+            logger.debug("diversed: request %s: acceptance %.3f, block efficiency %.2f, mean weight %.3f", req_id,
+                         accepted / drafted, 1 + accepted / blocks, weight / drafted)  # fmt: skip
         if len(self.parsed) > len(alive) + slack:
             self.parsed = {k: v for k, v in self.parsed.items() if k in alive}
 
@@ -82,9 +87,21 @@ class Served:
         return strict_rows(inside, block, wanted, *self.markers)[request, position]
 
     def count(
-        self, relaxations: Sequence[Relaxation | None], counts: Sequence[int], weights: Tensor, accepted: Tensor
+        self,
+        req_ids: Sequence[str],
+        relaxations: Sequence[Relaxation | None],
+        counts: Sequence[int],
+        weights: Tensor,
+        accepted: Tensor,
     ) -> None:
         """Add a step to the metrics: weights [R] of all rows, accepted [B] per request."""
+        if logger.isEnabledFor(logging.DEBUG):  # waits for the device
+            sums = zip(req_ids, relaxations, counts, torch.split(weights, list(counts)), accepted.tolist(), strict=True)
+            for req_id, relaxation, n, w, stay in sums:
+                if relaxation is not None and n:
+                    so_far = self.figures.setdefault(req_id, [0.0, 0.0, 0.0, 0.0])
+                    for i, gain in enumerate((1, n, stay, float(w.sum()))):
+                        so_far[i] += gain
         rows: list[int] = []
         buckets: list[int] = []
         row_index: list[int] = []

@@ -28,6 +28,7 @@ class Step:
     """One verification step: what ``rejection_sample`` cannot see."""
 
     served: Served
+    req_ids: list[str]
     relaxations: list[Relaxation | None]  #: per request, in the batch's order
     target_hidden: Tensor | None  #: [R, H] at the drafted positions
     draft_hidden: Tensor | None  #: [R, H]
@@ -99,7 +100,9 @@ class Adapter:
         inside = None
         if slots and self.tracker is not None:
             inside = self.tracker.at([slots.get(b, self.tracker.inside.shape[0] - 1) for b in range(len(relaxations))])
-        return Step(self.served, relaxations, target_hidden, draft_hidden, inside)
+        return Step(
+            self.served, list(self.runner.input_batch.req_ids), relaxations, target_hidden, draft_hidden, inside
+        )
 
     def propose(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.force_probs = any(self.relaxations())
@@ -204,7 +207,7 @@ def wrap_rejection_sample(original: Callable[..., Any]) -> Callable[..., Any]:
                     step.draft_hidden)  # fmt: skip
         given["target_logits"], weights = step.served.relax(rows, step.relaxations, counts, step.inside)
         out = original(*bound.args, **bound.kwargs)
-        step.served.count(step.relaxations, counts, weights, (out >= 0).sum(1) - 1)
+        step.served.count(step.req_ids, step.relaxations, counts, weights, (out >= 0).sum(1) - 1)
         return out
 
     return rejection_sample

@@ -28,6 +28,7 @@ class Step:
     """One verification step: what ``rejection_sample`` cannot see. Large batches reach it in chunks of requests."""
 
     served: Served
+    req_ids: list[str]
     relaxations: list[Relaxation | None]  #: per request of the batch
     ends: list[int]  #: cumulative rows [B+1]; a request's last row is its bonus row
     target_hidden: Tensor | None  #: [all rows, H]
@@ -52,7 +53,6 @@ class Adapter:
             slot = self.runner.req_states.req_id_to_index[new.req_id]
             self.served.parsed.pop(new.req_id, None)
             self.relaxations[slot] = relaxation = self.served.relaxation(new.req_id, new.sampling_params)
-            self.served.forget(self.runner.req_states.req_id_to_index)
             if relaxation is not None and relaxation.phase != "everywhere" and self.tracker is not None:
                 self.tracker.begin(slot, new.prefill_token_ids)
         return out
@@ -61,6 +61,7 @@ class Adapter:
         self, original: Callable[..., Any], hidden_states: Tensor, input_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         slots = input_batch.idx_mapping_np.tolist()
+        self.served.forget(self.runner.req_states.req_id_to_index)
         relaxations = [self.relaxations[slot] for slot in slots]
         if not any(relaxations):
             return original(hidden_states, input_batch, *args, **kwargs)
@@ -70,6 +71,7 @@ class Adapter:
             heads = any(r is not None and r.kind == "head" for r in relaxations)
             step = Step(
                 self.served,
+                list(input_batch.req_ids)[: len(slots)],
                 relaxations,
                 input_batch.cu_num_logits_np.tolist(),
                 hidden_states[input_batch.logits_indices] if heads else None,
@@ -148,7 +150,7 @@ def wrap_rejection_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         # In float32, which the kernels compute in: exact for the rows that stay.
         given["target_logits"] = given["target_logits"].float().index_copy(0, index, relaxed)
         out = original(*bound.args, **bound.kwargs)
-        step.served.count(relaxations, counts, weights, out[1] - 1)
+        step.served.count(step.req_ids[first:last], relaxations, counts, weights, out[1] - 1)
         return out
 
     return rejection_sample
