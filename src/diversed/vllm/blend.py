@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,8 +93,7 @@ def relaxed_logits(
     kept = rows.draft_tokens < 0 if strict is None else strict | (rows.draft_tokens < 0)
     step = max(1, MAX_ELEMENTS // logits.shape[1])
     for group in groups:
-        # Pinned memory makes the copy to the device asynchronous: no synchronisation.
-        index, values = (_to_device(torch.tensor(x), device) for x in (group.index, group.values))
+        index, values = to_device(group.index, device), to_device(group.values, device)
         for at in range(0, len(index), step):
             i = index[at : at + step]
             part = Rows(*(None if x is None else x.index_select(0, i) for x in rows))  # type: ignore[arg-type]
@@ -134,5 +133,7 @@ def _nu(
     return mask_to_support(verification_distribution(p, q, weight), p, support), weight
 
 
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+def to_device(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Python numbers as a tensor on the device. Pinned memory makes the copy asynchronous: no synchronisation."""
+    tensor = torch.tensor(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diversed.vllm.blend import to_device
 from diversed.vllm.bounds import Bounds
 
 
@@ -74,9 +75,9 @@ class PhaseTracker:
 
     def at(self, slots: Sequence[int]) -> Tensor:
         """State of the requests in these slots, [B]."""
-        return self.inside[torch.tensor(slots, device=self.device)]
+        return self.inside[to_device(slots, self.device)]
 
     def advance(self, slots: Sequence[int], tokens: Tensor) -> None:
         """Take in the tokens [B, K] that a step added to these slots; negative ids are padding."""
-        index = torch.tensor(slots, device=self.device)
+        index = to_device(slots, self.device)
         self.inside[index] = inside_before(self.inside[index], tokens, *self.markers)[:, -1]

@@ -36,6 +36,12 @@ class Relaxation:
     def label(self) -> str:
         return f"head:{self.name}" if self.kind == "head" else self.kind
 
+    @property
+    def strictness(self) -> float:
+        """What the minimum quality bounds: the dial of a head, the weight itself where it is static (on the dial any
+        weight would pass), and nothing for the rest, which take every draft somewhere."""
+        return {"head": self.quality, "static": self.value}.get(self.kind, 0.0)
+
 
 def parse_relaxation(extra_args: Mapping[str, Any] | None, bounds: Bounds) -> Relaxation | None:
     """A request's relaxation, or None where it is to be lossless.
@@ -71,10 +77,8 @@ def parse_relaxation(extra_args: Mapping[str, Any] | None, bounds: Bounds) -> Re
     relaxation = _relaxation(spec, quality, "quality" in given, cast(Phase, phase), bounds)
     if relaxation is None or not given:
         return relaxation
-    # What counts for a static weight is the weight: at 0.5 the dial would let any weight pass. Rules have no dial.
     floor = bounds.minimum_quality
-    strictness = {"head": quality, "static": relaxation.value}.get(relaxation.kind, 0.0)
-    if strictness < floor and relaxation.kind != "synthetic":
+    if relaxation.strictness < floor and relaxation.kind != "synthetic":
         what = {"head": f"quality={quality:g}", "static": f"the weight {relaxation.value:g} of {spec!r}"}
         raise ValueError(
             f"diversed: {what.get(relaxation.kind, spec)} is refused: this server's minimum quality is {floor:g}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from diversed.verifiers import LearnedEnsemble
 from diversed.verifiers.learned import vocabulary_hash
 from diversed.vllm import metrics
-from diversed.vllm.blend import Agree, Rows, group_rows, relaxed_logits
+from diversed.vllm.blend import Agree, Rows, group_rows, relaxed_logits, to_device
 from diversed.vllm.bounds import Bounds
 from diversed.vllm.heads import load_heads
 from diversed.vllm.phases import find_markers, strict_rows
@@ -23,6 +23,7 @@ from diversed.vllm.request import Relaxation, parse_relaxation
 
 logger = logging.getLogger("vllm.diversed")
 
+MODEL_FREE = ("ngram", "ngram_gpu", "suffix")  # proposers that look text up
 WANTED = {"everywhere": 0, "inside": 1, "outside": -1}
 
 
@@ -80,10 +81,10 @@ class Served:
     ) -> Tensor:
         assert self.markers is not None
         at = [(b, k) for b, count in enumerate(counts) for k in range(count)]
-        request, position = (torch.tensor(x).to(self.device, non_blocking=True) for x in zip(*at, strict=True))
+        request, position = (to_device(x, self.device) for x in zip(*at, strict=True))
         block = torch.full((len(counts), max(counts)), -1, dtype=torch.long, device=self.device)
         block[request, position] = tokens.long()
-        wanted = torch.tensor([0 if r is None else WANTED[r.phase] for r in relaxations]).to(self.device)
+        wanted = to_device([0 if r is None else WANTED[r.phase] for r in relaxations], self.device)
         return strict_rows(inside, block, wanted, *self.markers)[request, position]
 
     def count(
@@ -109,7 +110,7 @@ class Served:
         start = 0
         for b, (relaxation, n) in enumerate(zip(relaxations, counts, strict=True)):
             if relaxation is not None and n:
-                tenth = metrics.bucket(relaxation.quality if relaxation.kind == "head" else relaxation.value)
+                tenth = metrics.bucket(relaxation.strictness)
                 rows += [tenth] * n
                 row_index += range(start, start + n)
                 buckets.append(tenth)
@@ -117,7 +118,7 @@ class Served:
             start += n
         if requests:
             rows_, buckets_, row_index_, requests_ = (
-                torch.tensor(x).to(self.device, non_blocking=True) for x in (rows, buckets, row_index, requests)
+                to_device(x, self.device) for x in (rows, buckets, row_index, requests)
             )
             self.tally.add(rows_, weights[row_index_], buckets_, accepted[requests_])
 
@@ -132,7 +133,7 @@ def make_served(vllm_config: Any, bounds: Bounds, device: torch.device) -> Serve
     from vllm.tokenizers.registry import cached_tokenizer_from_config
 
     speculation, model = vllm_config.speculative_config, vllm_config.model_config
-    one_hot = speculation.draft_sample_method != "probabilistic"
+    one_hot = speculation.draft_sample_method != "probabilistic" or speculation.method in MODEL_FREE
     heads: dict[str, LearnedEnsemble] = {}
     tokenizer = cached_tokenizer_from_config(model)
     if bounds.heads:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diversed.vllm.blend import Rows
+from diversed.vllm.blend import Rows, to_device
 from diversed.vllm.phases import PhaseTracker
 from diversed.vllm.request import Relaxation
 from diversed.vllm.served import Served
@@ -94,7 +94,7 @@ class Adapter:
             ]
             if any(i < 0 for i, _ in at):
                 return None
-            index = torch.tensor(at).to(self.served.device, non_blocking=True)
+            index = to_device(at, self.served.device)
             draft_hidden = self.draft_hidden[index[:, 0], index[:, 1]] if at else None
             target_hidden = self.hidden[metadata.target_logits_indices]
         inside = None
@@ -153,7 +153,7 @@ class Adapter:
 
     def advance(self, slots: dict[int, int], tokens: Tensor) -> None:
         assert self.tracker is not None
-        places = torch.tensor(list(slots), device=tokens.device)
+        places = to_device(list(slots), self.served.device)
         new = tokens[places].long()
         # A prompt that is read in chunks samples tokens that nobody keeps.
         discarded = self.runner.discard_request_mask.gpu[places]

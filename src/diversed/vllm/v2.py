@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diversed.vllm.blend import Rows
+from diversed.vllm.blend import Rows, to_device
 from diversed.vllm.phases import PhaseTracker
 from diversed.vllm.request import Relaxation
 from diversed.vllm.served import Served
@@ -164,8 +164,7 @@ def _drafted_rows(
     at = [step.ends[b] - begin + k for b, count in zip(range(first, last), counts, strict=True) for k in range(count)]
     if not at:
         return None
-    device = step.served.device
-    index = torch.tensor(at).to(device, non_blocking=True)
+    index = to_device(at, step.served.device)
     slots = given["expanded_idx_mapping"][index].long()
     position = given["expanded_local_pos"][index].long()
     draft_probs = None
