@@ -7,9 +7,9 @@ import pytest
 from diversed.vllm.bounds import Bounds
 from diversed.vllm.requests import check_request
 
-DRAFTS = SimpleNamespace(draft_sample_method="probabilistic")
-ONE_HOT = SimpleNamespace(draft_sample_method="greedy")
-BOUNDS = Bounds(allow_synthetic=True)
+DRAFTS = SimpleNamespace(method="draft_model", draft_sample_method="probabilistic")
+ONE_HOT = SimpleNamespace(method="ngram", draft_sample_method="greedy")
+BOUNDS = Bounds(allow_synthetic=True, heads={"shop": "heads/shop"})
 
 
 def check(setting, speculation, temperature=1.0, bounds=BOUNDS):
@@ -28,8 +28,9 @@ def test_what_can_be_served():
 @pytest.mark.parametrize(
     ("setting", "speculation", "temperature", "says"),
     [
-        ({"quality": 0.5}, None, 1.0, "does not speculate"),
+        ({"verifier": "static:0.5"}, None, 1.0, "does not speculate"),
         ({"verifier": "tv:0.5"}, ONE_HOT, 1.0, '"draft_sample_method": "probabilistic"'),
+        ({"head": "shop"}, ONE_HOT, 1.0, "no draft model"),
         ({"verifier": "synthetic:0.5"}, DRAFTS, 0.0, "temperature above 0"),
         ({"quality": 0.5, "phase": "inside"}, DRAFTS, 1.0, "has no tokens '<think>' and '</think>'"),
     ],

@@ -74,20 +74,21 @@ class Tally:
         self.write()
 
     def write(self, every: float = 0.2) -> None:
-        now = time.monotonic()
-        if self.file is None or (self.sums.is_cuda and now - self.written < every):
+        """Write the sums, on an accelerator not more often than ``every`` seconds and, with CUDA, without waiting."""
+        now, kind = time.monotonic(), self.sums.device.type
+        if self.file is None or (kind != "cpu" and now - self.written < every):
             return
-        if self.sums.is_cuda:
-            if self.arrived is not None and self.arrived.query():
-                self.file[:] = self.seen.numpy()
-                self.arrived = None
-            if self.arrived is None:
-                self.seen.copy_(self.sums, non_blocking=True)
-                self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self.arrived.record()
-        else:
-            self.file[:] = self.sums.numpy()
         self.written = now
+        if kind != "cuda":
+            self.file[:] = self.sums.cpu().numpy()
+            return
+        if self.arrived is not None and self.arrived.query():
+            self.file[:] = self.seen.numpy()
+            self.arrived = None
+        if self.arrived is None:
+            self.seen.copy_(self.sums, non_blocking=True)
+            self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.arrived.record()
 
 
 class Requests:

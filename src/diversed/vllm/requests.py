@@ -33,6 +33,11 @@ def check_request(params: Any, bounds: Bounds, speculation: Any, tokenizer: Any)
         )
     if relaxation.kind == "synthetic" and params.temperature == 0:
         raise ValueError("diversed: verifier='synthetic' accepts at random: use it with a temperature above 0")
+    if relaxation.kind == "head" and speculation.method != "draft_model":
+        raise ValueError(
+            f"diversed: head={relaxation.name!r} looks at a draft model's hidden states, and this server has no draft "
+            f"model (method={speculation.method!r}): use static:W"
+        )
     if relaxation.kind in ("tv", "favourite") and speculation.draft_sample_method != "probabilistic":
         raise ValueError(
             f"diversed: verifier={relaxation.kind!r} compares the models' probabilities, and this server's draft has "

@@ -1,0 +1,73 @@
+"""A proposer without probabilities: n-gram look-up. q has all its mass on the drafted token."""
+
+from __future__ import annotations
+
+import pytest
+from common import counters, distributions
+
+from diversed.pairs import TARGET
+
+# What follows the last word has been said twice; the model is not so sure that it comes a third time.
+PROMPT = "Question: Ada has 12 nuts and 7 nuts. Ada has 12 nuts and 7 nuts. Ada has 12"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    vllm = pytest.importorskip("vllm.entrypoints.llm", reason="needs vLLM: make test-vllm")
+    import os
+
+    heads = os.environ.pop("DIVERSED_HEADS")  # a head needs a draft model; workers would refuse to start
+    try:
+        return vllm.LLM(
+            str(TARGET), dtype="float32", enforce_eager=True, max_num_seqs=128, max_model_len=256, seed=0,
+            disable_log_stats=False, speculative_config={"method": "ngram", "num_speculative_tokens": 3,
+                                                         "prompt_lookup_max": 3, "prompt_lookup_min": 2},
+        )  # fmt: skip
+    finally:
+        os.environ["DIVERSED_HEADS"] = heads
+
+
+def run(llm, setting, n, **changes):
+    from vllm import SamplingParams
+
+    extra = None if setting is None else {"diversed": setting}
+    asked = SamplingParams(**{"temperature": 1.0, "max_tokens": 2} | changes, extra_args=extra)
+    before = counters(llm)
+    out = [list(o.outputs[0].token_ids) for o in llm.generate([PROMPT] * n, asked, use_tqdm=False)]
+    after = counters(llm)
+    drafts = after["num_drafts"] - before["num_drafts"]
+    accepted = after["num_accepted_tokens_per_pos"][0] - before["num_accepted_tokens_per_pos"][0]
+    return out, accepted, drafts
+
+
+def test_acceptance_is_one_minus_w_plus_w_p(llm, pair):
+    prompt = pair.tokenizer.encode(PROMPT)
+    for setting, w in ((None, 1.0), ({"verifier": "static:0.5"}, 0.5), ({"verifier": "static:0"}, 0.0)):
+        out, accepted, drafts = run(llm, setting, 300)
+        assert drafts > 30
+        # The proposal continues the prompt's own words: after what came first, what followed it there.
+        expected = 0.0
+        proposed = 0
+        for row in out:
+            ids = [*prompt, row[0]]
+            follows = [ids[i + 2] for i in range(len(ids) - 3) if ids[i : i + 2] == ids[-2:]]
+            if follows:
+                p, *_ = distributions(pair, ids)
+                expected += 1 - w + w * p[follows[0]].item()
+                proposed += 1
+        assert proposed == drafts
+        rate = expected / proposed
+        assert abs(accepted / drafts - rate) < 4 * (rate * (1 - rate) / drafts) ** 0.5 + 1e-6
+
+
+def test_greedy_takes_the_look_up_at_weight_zero(llm):
+    out, accepted, drafts = run(llm, {"verifier": "static:0"}, 2, temperature=0.0, max_tokens=16)
+    assert accepted == drafts > 0
+    assert out[0] == out[1]
+
+
+def test_what_needs_the_drafts_probabilities_is_refused(llm):
+    with pytest.raises(ValueError, match="draft_sample_method"):
+        run(llm, {"verifier": "tv:0.5"}, 1)
+    with pytest.raises(ValueError, match="no draft model"):
+        run(llm, {"head": "shop"}, 1)
