@@ -212,7 +212,7 @@ def test_the_other_phase_stays_the_targets(llm, pair, prompts, phase):
                     assert token == p.argmax()
                     strict += int(p.argmax() != q.argmax())
             inside = token == start or (inside and token != end)
-    assert strict > 10, "the draft must want something else where it may not have it"
+    assert strict > 3, "the draft must want something else where it may not have it"
     if phase == "outside":
         assert relaxed > 10
 
