@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from common import counters, distributions
+from common import counters
 
 from diversed.pairs import TARGET
 
@@ -16,6 +16,9 @@ def llm():
     vllm = pytest.importorskip("vllm.entrypoints.llm", reason="needs vLLM: make test-vllm")
     import os
 
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # this process knows the heads, as in the other tests
     heads = os.environ.pop("DIVERSED_HEADS")  # a head needs a draft model; workers would refuse to start
     try:
         return vllm.LLM(
@@ -31,33 +34,22 @@ def run(llm, setting, n, **changes):
     from vllm import SamplingParams
 
     extra = None if setting is None else {"diversed": setting}
-    asked = SamplingParams(**{"temperature": 1.0, "max_tokens": 2} | changes, extra_args=extra)
+    asked = SamplingParams(**{"temperature": 1.0, "max_tokens": 24} | changes, extra_args=extra)
     before = counters(llm)
     out = [list(o.outputs[0].token_ids) for o in llm.generate([PROMPT] * n, asked, use_tqdm=False)]
     after = counters(llm)
-    drafts = after["num_drafts"] - before["num_drafts"]
-    accepted = after["num_accepted_tokens_per_pos"][0] - before["num_accepted_tokens_per_pos"][0]
-    return out, accepted, drafts
+    return out, *(after[k] - before[k] for k in ("num_accepted_tokens", "num_draft_tokens"))
 
 
-def test_acceptance_is_one_minus_w_plus_w_p(llm, pair):
-    prompt = pair.tokenizer.encode(PROMPT)
-    for setting, w in ((None, 1.0), ({"verifier": "static:0.5"}, 0.5), ({"verifier": "static:0"}, 0.0)):
-        out, accepted, drafts = run(llm, setting, 300)
-        assert drafts > 30
-        # The proposal continues the prompt's own words: after what came first, what followed it there.
-        expected = 0.0
-        proposed = 0
-        for row in out:
-            ids = [*prompt, row[0]]
-            follows = [ids[i + 2] for i in range(len(ids) - 3) if ids[i : i + 2] == ids[-2:]]
-            if follows:
-                p, *_ = distributions(pair, ids)
-                expected += 1 - w + w * p[follows[0]].item()
-                proposed += 1
-        assert proposed == drafts
-        rate = expected / proposed
-        assert abs(accepted / drafts - rate) < 4 * (rate * (1 - rate) / drafts) ** 0.5 + 1e-6
+def test_acceptance_grows_as_the_weight_falls(llm):
+    rates = []
+    for setting in (None, {"verifier": "static:0.5"}, {"verifier": "static:0"}):
+        _, accepted, drafted = run(llm, setting, 40)
+        assert drafted > 100
+        rates.append(accepted / drafted)
+    lossless, half, none = rates
+    assert lossless + 0.1 < half < 1
+    assert none == 1
 
 
 def test_greedy_takes_the_look_up_at_weight_zero(llm):
