@@ -1,8 +1,12 @@
 """Relaxed speculative decoding with a learned ensemble verifier."""
 
-from diversed.engine import GenerationOutput, ModelPair, generate
-from diversed.engine.hooks import custom_generate
-from diversed.verifiers import EnsembleHead, LearnedEnsemble, Lossless, StaticEnsemble, Verifier
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diversed.engine import GenerationOutput, ModelPair, generate
+    from diversed.engine.hooks import custom_generate
+    from diversed.verifiers import EnsembleHead, LearnedEnsemble, Lossless, StaticEnsemble, Verifier
 
 __version__ = "0.1.0"
 
@@ -17,3 +21,14 @@ __all__ = [
     "custom_generate",
     "generate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names are loaded when asked for: inside vLLM the verifiers must come without the engine and its transformers."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for home in ("diversed.verifiers", "diversed.engine", "diversed.engine.hooks"):
+        module = import_module(home)
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from diversed.engine.decoder import Decoder, attention_masks, cache_keyword, che
 from diversed.engine.draft_length import DraftLength
 from diversed.engine.packing import pack_linears
 from diversed.verifiers import Verifier
+from diversed.verifiers.learned import vocabulary_hash
 
 # Two tokenizers that agree on every token may still split text differently: they must agree on this as well.
 PROBE = "Dr. Müller's café sold 1,234 loaves at 3.50 € — naïve? if x == 10: return [0.5, -2]\n\tEND 東京"
@@ -145,7 +144,7 @@ class ModelPair:
         """SHA-256 over the sorted vocabulary, 16 hex digits; None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        return hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+        return vocabulary_hash(self.tokenizer.get_vocab())
 
     def describe(self) -> dict[str, str]:
         """What a head's config records of its pair."""

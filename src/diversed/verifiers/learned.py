@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import io
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -84,6 +87,11 @@ def closed_form_features(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
         ],
         -1,
     )
+
+
+def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
+    """SHA-256 over a tokenizer's sorted vocabulary, 16 hex digits: by it a head knows its pair."""
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:16]
 
 
 class EnsembleHead(
@@ -193,9 +201,15 @@ class LearnedEnsemble(Ensemble):
     def __post_init__(self) -> None:
         check_fraction("quality", self.quality)
 
+    def log_odds(
+        self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor
+    ) -> Tensor:
+        """Log-odds of the weight as trained, before the dial, [...] in float32."""
+        logits: Tensor = self.head(self.head.inputs(target_probs, draft_probs, target_hidden, draft_hidden))
+        return logits
+
     def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
-        head = self.head
-        logits = head(head.inputs(target_probs, draft_probs, target_hidden, draft_hidden))
+        logits = self.log_odds(target_probs, draft_probs, target_hidden, draft_hidden)
         # Adding log-odds is scale_odds in a form that keeps precision when the head saturates.
         if 0 < self.quality < 1:
             return torch.sigmoid(logits + log_odds(self.quality)).to(target_probs.dtype)

@@ -1,0 +1,54 @@
+"""What operators set."""
+
+import pytest
+
+from diversed.vllm.bounds import Bounds, read_bounds
+
+
+def test_nothing_set_is_lossless_by_default():
+    assert read_bounds({}) == Bounds()
+    assert Bounds().default_quality == 1
+
+
+def test_environment():
+    bounds = read_bounds(
+        {
+            "DIVERSED_DEFAULT_QUALITY": "0.8",
+            "DIVERSED_MINIMUM_QUALITY": "0.3",
+            "DIVERSED_HEADS": "gsm8k=heads/a, chat=user/b",
+            "DIVERSED_PHASE": "inside",
+            "DIVERSED_STRICT": "1",
+        }
+    )
+    assert bounds == Bounds(0.8, 0.3, heads={"gsm8k": "heads/a", "chat": "user/b"}, phase="inside", strict=True)
+
+
+def test_environment_overrides_the_file(tmp_path):
+    file = tmp_path / "server.toml"
+    file.write_text('default_quality = 0.5\nminimum_quality = 0.2\nstrict = true\n[heads]\nshop = "heads/shop"\n')
+    bounds = read_bounds({"DIVERSED_CONFIG": str(file), "DIVERSED_DEFAULT_QUALITY": "1"})
+    assert bounds == Bounds(1.0, 0.2, heads={"shop": "heads/shop"}, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"DIVERSED_DEFAULT_QUALITY": "high"}, "DIVERSED_DEFAULT_QUALITY='high' must be a number between 0 and 1"),
+        ({"DIVERSED_MINIMUM_QUALITY": "7"}, "DIVERSED_MINIMUM_QUALITY='7'"),
+        ({"DIVERSED_HEADS": "shop"}, "DIVERSED_HEADS='shop': write NAME=FOLDER"),
+        ({"DIVERSED_PHASE": "never"}, "phase='never' is unknown"),
+        ({"DIVERSED_STRICT": "maybe"}, "DIVERSED_STRICT='maybe' must be 1 or 0"),
+        ({"DIVERSED_CONFIG": "no/such.toml"}, "cannot be read"),
+        ({"DIVERSED_DEFAULT_QUALITY": "0.2", "DIVERSED_MINIMUM_QUALITY": "0.5"}, "lies below minimum_quality"),
+    ],
+)
+def test_each_mistake_is_named(environment, says):
+    with pytest.raises(ValueError, match=says):
+        read_bounds(environment)
+
+
+def test_unknown_keys_of_a_file_are_refused(tmp_path):
+    file = tmp_path / "server.toml"
+    file.write_text("minimum_qualty = 0.2\n")
+    with pytest.raises(ValueError, match="'minimum_qualty' is no setting"):
+        read_bounds({"DIVERSED_CONFIG": str(file)})
