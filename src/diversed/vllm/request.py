@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,11 @@ from diversed.verifiers.ensemble import check_fraction
 from diversed.vllm.bounds import PHASES, Bounds, Phase
 
 KEYS = ("quality", "head", "verifier", "phase")
-RULES = {"entropy": EntropyRule, "fuzzy-tv": functools.partial(FuzzyRule, "tv"), "favourite": FavouriteRule}
+RULES: dict[str, Callable[[float], Any]] = {
+    "entropy": EntropyRule,
+    "fuzzy-tv": functools.partial(FuzzyRule, "tv"),
+    "favourite": FavouriteRule,
+}
 
 
 @dataclass(frozen=True)
