@@ -1,6 +1,6 @@
 """Ask a vLLM server with the diversed plug-in for one text at several qualities, side by side.
 
-    python examples/vllm/client.py "Question: Ada has 12 nuts and sells 5. How many nuts are there now?
+    python examples/vllm/client.py "Question: Ada has 12 nuts and buys 3 bags of 7 nuts. How many nuts are there now?
     Answer:" --quality 1 --quality 0.5 --quality 0.1
 
 Start the server as examples/vllm/README.md shows. Needs Python alone.
