@@ -217,9 +217,12 @@ def draft_lengths(
 
 def peak_memory(target: str, draft: str, n: int, queue: Any) -> None:
     """In a process of its own: how much memory a generation needs on the CPU, in bytes."""
-    pair = ModelPair.from_pretrained(target, draft if n else target, dtype=torch.bfloat16)
-    if not n:
-        pair.draft = pair.target
+    if n:
+        pair = ModelPair.from_pretrained(target, draft, dtype=torch.bfloat16)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+        pack_linears(model)
+        pair = ModelPair(model, model)
     ids = torch.randint(100, 4000, (1, 350))
     generate(pair, input_ids=ids, num_speculative_tokens=n, max_new_tokens=64, seed=0, ignore_eos=True)
     queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
