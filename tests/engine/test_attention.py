@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from diversed.engine import attention
 from diversed.engine.attention import NAME, attend, grouped_attention
 from models import tiny
 
@@ -28,10 +29,15 @@ def test_it_equals_sdpa_with_repeated_keys(heads: int, shared: int, width: int) 
     torch.testing.assert_close(ours, theirs)
 
 
-def test_what_sdpa_refuses_is_refused() -> None:
+@pytest.mark.parametrize("extra", ["softcap", "position_bias", "s_aux"])
+def test_what_asks_for_more_than_a_mask_is_left_to_transformers(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        attention, "sdpa_attention_forward", lambda *args, **kwargs: asked.append(kwargs) or (None, None)
+    )
     states = torch.zeros(1, 2, 1, 4)
-    with pytest.raises(ValueError, match="softcap"):
-        attend(torch.nn.Identity(), states, states, states, torch.zeros(1, 1, 1, 1), softcap=30.0)
+    attend(torch.nn.Identity(), states, states, states, torch.zeros(1, 1, 1, 1), **{extra: 30.0})
+    assert asked[0][extra] == 30.0
 
 
 def test_a_model_is_left_as_it_was_found_also_after_an_error() -> None:
