@@ -48,7 +48,7 @@ def test_it_decodes_the_same_tokens_and_compiles_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
 def test_other_architectures(family: str) -> None:
     check(family, temperature=0.8)
 
