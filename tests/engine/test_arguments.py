@@ -56,6 +56,7 @@ def pair() -> ModelPair:
         ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")),
         ("bonus", "draft"),
+        ("verifier", "learned"),
         ("seed", [1, 2]),
         ("stop_strings", ["a", ""]),
         ("attention_mask", torch.ones(1, 4)),

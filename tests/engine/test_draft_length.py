@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from diversed import Lossless, ModelPair, StaticEnsemble, generate
 from diversed.engine.draft_length import MOST, PATIENCE, DraftLength
-from models import noisy, random_prompts, tiny
+from diversed.verifiers.calibration import Calibration
+from models import noisy, random_head, random_prompts, tiny
 
 
 def seconds_per_token(
@@ -104,6 +106,23 @@ def test_in_the_loop_it_learns_per_verifier_and_keeps_what_it_learned() -> None:
     assert pair.draft_length(Lossless(), 1.0) is pair.draft_length(Lossless(), 1.0)
     assert pair.draft_length(Lossless(), 1.0) is not pair.draft_length(StaticEnsemble(0.2), 1.0)
     assert pair.draft_length(Lossless(), 1.0) is not pair.draft_length(Lossless(), 0.5)
+
+
+def test_verifiers_that_cannot_be_looked_up_work_as_well() -> None:
+    class Unhashable(Lossless):
+        __hash__ = None  # type: ignore[assignment]
+
+    target = tiny("llama")
+    pair = ModelPair(target, noisy(target, 0.05))
+    out = generate(pair, input_ids=torch.tensor([[1, 2, 3]]), verifier=Unhashable(), num_speculative_tokens="auto",
+                   max_new_tokens=9, ignore_eos=True)  # fmt: skip
+    assert len(out.token_ids[0]) == 9
+    # A calibrated head holds tables; what was learned belongs to the head and its quality.
+    head = random_head(32, 32)
+    calibration = Calibration.__new__(Calibration)
+    calibrated = replace(head, calibration=calibration)
+    assert pair.draft_length(calibrated, 1.0) is pair.draft_length(head, 1.0)
+    assert pair.draft_length(head.at(quality=0.7), 1.0) is not pair.draft_length(head, 1.0)
 
 
 def test_greedy_output_does_not_depend_on_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

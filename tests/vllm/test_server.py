@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from diversed.pairs import DRAFT, TARGET
+from diversed.vllm.metrics import FOLDER
 
 pytest.importorskip("vllm.sampling_params", reason="needs vLLM: make test-vllm")
 
@@ -43,7 +44,8 @@ class Server:
                      "--port", str(self.port), "--speculative-config", json.dumps(speculation)]  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
-            env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT,
+            env={k: v for k, v in os.environ.items() if k != FOLDER} | environment,  # a server has figures of its own
+            stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def wait(self, seconds: float = 300) -> None:

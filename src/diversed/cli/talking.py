@@ -154,6 +154,15 @@ def figures(out: Any) -> str:
     return "; ".join(parts)
 
 
+def read_quality(text: str) -> float:
+    from diversed.verifiers.ensemble import check_fraction
+
+    try:
+        return check_fraction("quality", float(text))
+    except ValueError as error:
+        raise ValueError(f"quality={text!r} must be a number between 0 and 1: /quality 0.7") from error
+
+
 def generation_row(
     pair: Any, out: Any, verifier: str, quality: float | None, n: int | str, temperature: float, seed: int, prompt: str
 ) -> dict[str, Any]:
@@ -204,7 +213,8 @@ def chat(
 ) -> None:
     """Talk to a pair. /quality 0.7 turns the dial, /reset forgets, /quit (or end of input) leaves.
 
-    The embedded pair knows word problems only: "Ada has 12 nuts and sells 5. How many nuts are there now?"
+    The embedded pair knows word problems only: "Ada has 12 nuts and buys 3 bags of 7
+    nuts. How many nuts are there now?"
     """
     from diversed.engine import generate as run
     from diversed.evaluation.show import write_json
@@ -228,7 +238,7 @@ def chat(
             continue
         try:
             if line.startswith("/quality"):
-                quality = float(line.removeprefix("/quality").strip())
+                quality = read_quality(line.removeprefix("/quality").strip())
                 chosen = pick_verifier(verifier, quality)
                 continue
             printer = TokenPrinter(pair.tokenizer)

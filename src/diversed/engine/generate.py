@@ -94,6 +94,11 @@ def generate(
     if bonus not in ("target", "verifier"):
         raise ValueError(f"bonus={bonus!r} must be 'target' or 'verifier'")
     verifier = Lossless() if verifier is None else verifier
+    if not callable(verifier):
+        raise ValueError(
+            f"verifier={verifier!r} is no verifier: give one of diversed's, say StaticEnsemble(0.5), or a callable of "
+            "yours (names such as 'learned' belong to the command line)"
+        )
     check_fits(verifier, pair)
     if hasattr(verifier, "to"):  # a learned one has parameters
         verifier = verifier.to(pair.verification_device)

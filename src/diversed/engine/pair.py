@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class ModelPair:
         self.draft_name = self.draft_name or self.draft.config._name_or_path or type(self.draft).__name__
         rows = self.target.get_output_embeddings().out_features
         self._steps: dict[int, CompiledStep] = {}
-        self._draft_lengths: dict[tuple[Verifier, float], DraftLength] = {}
+        self._draft_lengths: dict[Any, DraftLength] = {}
         # Sizes are often padded for speed; rows beyond the tokenizer were never trained.
         self.vocab_size = min(rows, len(self.tokenizer)) if self.tokenizer is not None else rows
 
@@ -135,9 +135,12 @@ class ModelPair:
 
     def draft_length(self, verifier: Verifier, temperature: float) -> DraftLength:
         """What earlier calls with this verifier have learned about how much to draft."""
-        if not isinstance(verifier, Hashable):
+        # A head by itself and its quality, for a calibrated one holds tables that cannot be looked up.
+        known = (getattr(verifier, "head", verifier), getattr(verifier, "quality", None), temperature)
+        try:
+            return self._draft_lengths.setdefault(known, DraftLength())
+        except TypeError:  # a verifier of somebody else's that has no hash
             return DraftLength()
-        return self._draft_lengths.setdefault((verifier, temperature), DraftLength())
 
     @property
     def vocabulary_hash(self) -> str | None:
