@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,3 +168,9 @@ def _path(vllm_config: Any, rank: int) -> Path | None:
     if folder is None or rank != 0 or not Path(folder).is_dir():
         return None
     return Path(folder) / f"{vllm_config.parallel_config.data_parallel_rank}-{os.getpid()}.sums"
+
+
+def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper``, which gets what it wraps as its first argument, in the place of a bound method."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))

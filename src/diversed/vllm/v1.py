@@ -18,7 +18,7 @@ from torch import Tensor
 from diversed.vllm.blend import Rows, to_device
 from diversed.vllm.phases import PhaseTracker
 from diversed.vllm.request import Relaxation
-from diversed.vllm.served import Served
+from diversed.vllm.served import Served, wrap_method
 
 STEP: contextvars.ContextVar[Step | None] = contextvars.ContextVar("diversed_v1_step", default=None)
 
@@ -182,12 +182,8 @@ def attach(runner: Any, served: Served) -> Adapter:
         (runner.drafter, "_sample_draft_tokens", adapter.sample_draft),
     ):
         if hasattr(owner, name):  # proposers without a model, such as n-gram, have no draft to sample
-            setattr(owner, name, _around(getattr(owner, name), wrapper))
+            wrap_method(owner, name, wrapper)
     return adapter
-
-
-def _around(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: wrapper(original, *args, **kwargs)
 
 
 def wrap_rejection_sample(original: Callable[..., Any]) -> Callable[..., Any]:
