@@ -24,10 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
 
 from diversed import Lossless, ModelPair, StaticEnsemble, Verifier, generate
 from diversed.engine.packing import pack_linears
@@ -215,17 +216,18 @@ def draft_lengths(
     return {"tokens_per_second": medians, "best_fixed": best, "auto_over_best_fixed": ratio}
 
 
-def peak_memory(target: str, draft: str, n: int, queue: Any) -> None:
-    """In a process of its own: how much memory a generation needs on the CPU, in bytes."""
+def memory(target: str, draft: str, n: int, queue: Any) -> None:
+    """In a process of its own: how much memory it holds after a generation on the CPU, and at its peak, in bytes."""
     if n:
         pair = ModelPair.from_pretrained(target, draft, dtype=torch.bfloat16)
     else:
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
         pack_linears(model)
-        pair = ModelPair(model, model)
+        pair = ModelPair(model, model, AutoTokenizer.from_pretrained(target))
     ids = torch.randint(100, 4000, (1, 350))
     generate(pair, input_ids=ids, num_speculative_tokens=n, max_new_tokens=64, seed=0, ignore_eos=True)
-    queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # loading included
+    queue.put({"held": psutil.Process().memory_info().rss, "peak": peak})
 
 
 def embedded(repeats: int, dtype: torch.dtype, compiled: bool) -> dict[str, Any]:
@@ -253,15 +255,15 @@ def real(target: str, draft: str, repeats: int, compiled: bool) -> list[dict[str
             {"pair": Path(target).name, "verifier": repr(verifier), **draft_lengths(pair, one, verifier, 64, repeats)}
         )
         print(json.dumps(rows[-1], indent=1), flush=True)
-    context, memory = multiprocessing.get_context("spawn"), {}
+    context, needed = multiprocessing.get_context("spawn"), {}
     for n in (0, N):
         queue = context.Queue()
-        process = context.Process(target=peak_memory, args=(target, draft, n, queue))
+        process = context.Process(target=memory, args=(target, draft, n, queue))
         process.start()
-        memory[n] = queue.get()
+        needed[n] = queue.get()
         process.join()
     weights = sum(f.stat().st_size for f in Path(draft).glob("*.safetensors"))
-    rows.append({"pair": Path(target).name, "peak_bytes": memory, "draft_file_bytes": weights})
+    rows.append({"pair": Path(target).name, "bytes": needed, "draft_file_bytes": weights})
     print(json.dumps(rows[-1], indent=1), flush=True)
     return rows
 
@@ -270,8 +272,7 @@ def random_weights(target: str, draft: str, device: str, repeats: int, tokens: i
     """True shapes and a verifier that accepts 0.7 whatever the models; transformers at the weight that does so."""
     pair = ModelPair(random_llama(target, device), random_llama(draft, device), target_name=target, draft_name=draft)
     peers = (copy.deepcopy(pair.target), copy.deepcopy(pair.draft))
-    for model in (pair.target, pair.draft):
-        pack_linears(model)
+    pack_linears(pair.target, pair.draft)
     generator = torch.Generator().manual_seed(0)
     rows = []
     for batch in (1, 8):

@@ -146,3 +146,21 @@ def test_waiting_sequences_take_the_rows_of_finished_ones(monkeypatch: pytest.Mo
     assert sizes.count(2) > sizes.count(1)
     for i in EVERYONE:
         assert_same(out, i, run(pair, [i], max_new_tokens=limits[i], **settings), 0)
+
+
+def test_a_prompt_given_several_times_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = ModelPair(tiny("gemma3"), noisy(tiny("gemma3")), target_name="t", draft_name="d")
+    company = [2, 3, 2, 2, 3, 0]
+    read: list[int] = []
+    feed = Decoder.feed
+
+    def watched(self: Decoder, tokens: torch.Tensor, at: torch.Tensor) -> Any:
+        if at.shape[1] == 0 and self.model is pair.target:
+            read.append(len(tokens))
+        return feed(self, tokens, at)
+
+    monkeypatch.setattr(Decoder, "feed", watched)
+    together = run(pair, company, verifier=StaticEnsemble(0.5))
+    assert read == [3]
+    for i, which in enumerate(company):
+        assert_same(together, i, run(pair, [which], verifier=StaticEnsemble(0.5)), 0)

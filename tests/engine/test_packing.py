@@ -10,7 +10,7 @@ from torch import nn
 
 from diversed import ModelPair, generate
 from diversed.engine import packing
-from diversed.engine.packing import PackedLinear, pack_linears, packing_works
+from diversed.engine.packing import PackedLinear, pack_linears, packing_works, share_embeddings
 from models import random_prompts, tiny
 
 needs_packing = pytest.mark.skipif(not packing_works(), reason="this torch or processor has no packed bf16 products")
@@ -72,3 +72,26 @@ def test_pairs_that_are_loaded_are_packed_and_pairs_that_are_given_are_not(tmp_p
     assert isinstance(ModelPair.embedded().target.lm_head, nn.Linear)
     model = tiny("llama").bfloat16()
     assert isinstance(ModelPair(model, model).target.lm_head, nn.Linear)
+
+
+def test_equal_embeddings_are_kept_once_and_others_apart() -> None:
+    target, draft = tiny("llama"), tiny("llama", num_hidden_layers=1)
+    draft.load_state_dict(target.state_dict(), strict=False)
+    draft.lm_head.weight.data[0, 0] += 1
+    ids = torch.tensor(random_prompts([12]))
+    with torch.inference_mode():
+        before = draft(ids).logits
+    share_embeddings(target, draft)
+    assert draft.model.embed_tokens.weight is target.model.embed_tokens.weight
+    assert draft.lm_head.weight is not target.lm_head.weight
+    with torch.inference_mode():
+        assert torch.equal(draft(ids).logits, before)
+
+
+@needs_packing
+def test_a_weight_that_layers_share_is_packed_once() -> None:
+    target, draft = (tiny("llama").bfloat16() for _ in range(2))
+    draft.lm_head.weight = target.lm_head.weight
+    pack_linears(target, draft)
+    assert draft.lm_head.packed is target.lm_head.packed
+    assert draft.model.layers[0].mlp.up_proj.packed is not target.model.layers[0].mlp.up_proj.packed

@@ -62,7 +62,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         return buffer[:, :, : self.extent]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Drop every row but these."""
+        """These rows, in this order, and no others; a row named twice becomes two."""
         self.lengths = [self.lengths[row] for row in rows]
         for buffers in (self.keys, self.values):
             for layer, buffer in buffers.items():

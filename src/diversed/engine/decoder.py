@@ -55,7 +55,15 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, sequences: list[list[int]]) -> None:
-        """Cache what the cache lacks of each sequence. No logits."""
+        """Cache what the cache lacks of each sequence. No logits. A prompt given several times is read once."""
+        firsts = [sequences.index(ids) for ids in sequences]
+        different = sorted(set(firsts))
+        if len(different) < len(sequences) and not any(self.lengths):
+            fresh = Decoder(self.model, len(different), self.vocab_size)
+            fresh.prefill([sequences[i] for i in different])
+            fresh.cache.keep_rows([different.index(i) for i in firsts])
+            self.cache = fresh.cache
+            return
         nothing = torch.zeros(len(sequences), 0, dtype=torch.long, device=self.device)
         while pending := self._pending(sequences):
             width = max(map(len, pending))

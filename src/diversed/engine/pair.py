@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from diversed.engine.compiled import CompiledStep
 from diversed.engine.decoder import Decoder, attention_masks, cache_keyword, check_supported, context_length
 from diversed.engine.draft_length import DraftLength
-from diversed.engine.packing import pack_linears
+from diversed.engine.packing import pack_linears, share_embeddings
 from diversed.verifiers import Verifier
 from diversed.verifiers.learned import vocabulary_hash
 
@@ -78,8 +78,9 @@ class ModelPair:
                 dequantised on loading; needs the extra ``gguf``).
             dtype: of both models; verification always runs in float32.
             device_map: as in transformers (needs accelerate); ``draft_device_map`` where the draft goes elsewhere.
-            packed: in bf16 on a CPU, keep the weights of linear layers in oneDNN's order alone: the same numbers, a
-                pass over a few tokens up to twice as fast. False for models that are to be trained or saved.
+            packed: for inference alone. Embeddings that are equal in both models are kept once; in bf16 on a CPU the
+                weights of linear layers are kept in oneDNN's order: the same numbers, a pass over a few tokens up to
+                twice as fast. False for models that are to be trained or saved.
             compiled: see the class; its graphs pack weights by themselves.
             kwargs: passed on to ``AutoModelForCausalLM.from_pretrained`` for both.
         """
@@ -94,9 +95,10 @@ class ModelPair:
             draft_name=str(draft),
             compiled=compiled,
         )
-        if packed and not compiled:
-            for model in (pair.target, pair.draft):
-                pack_linears(model)
+        if packed:
+            share_embeddings(pair.target, pair.draft)
+            if not compiled:
+                pack_linears(pair.draft, pair.target)  # the draft has left its file when the target needs room
         return pair
 
     @classmethod
