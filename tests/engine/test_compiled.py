@@ -59,6 +59,33 @@ def test_trace_bonus_from_nu_and_greedy() -> None:
     check("llama", temperature=0.0)
 
 
+@pytest.mark.slow
+def test_draft_lengths_that_change_and_penalties() -> None:
+    plain, compiled = pairs("llama")
+    ids = torch.tensor(random_prompts([20]))
+    request = {"input_ids": ids, "temperature": 0.0, "max_new_tokens": 60}
+    expected = generate(plain, num_speculative_tokens=3, **request)
+    found = generate(compiled, num_speculative_tokens="auto", **request)
+    assert found.token_ids == expected.token_ids
+    # Penalties look at the tokens so far: no graph drafts several tokens then.
+    request |= {"repetition_penalty": 1.3, "num_speculative_tokens": 2}
+    assert generate(compiled, **request).token_ids == generate(plain, **request).token_ids
+
+
+def test_a_failed_compilation_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(function: Any) -> Any:
+        def graph(*args: Any) -> Any:
+            raise RuntimeError("no compiler today")
+
+        return graph
+
+    _, compiled = pairs("llama", num_hidden_layers=1)
+    monkeypatch.setattr("diversed.engine.compiled.unguarded", fails)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no compiler today"):
+            generate(compiled, input_ids=torch.tensor(random_prompts([5])), max_new_tokens=4)
+
+
 def test_batches_are_decoded_as_without_it() -> None:
     plain, compiled = pairs("llama")
     ids = torch.tensor(random_prompts([8, 8]))

@@ -61,6 +61,11 @@ class SlotCache(Cache):  # type: ignore[misc]
             buffer[rows, :, self.slots.to(states.device)] = states.transpose(1, 2)
         return buffer[:, :, : self.extent]
 
+    def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values, layer by layer."""
+        layers = range(len(self.keys))
+        return [self.keys[i] for i in layers], [self.values[i] for i in layers]
+
     def keep_rows(self, rows: list[int]) -> None:
         """These rows, in this order, and no others; a row named twice becomes two."""
         self.lengths = [self.lengths[row] for row in rows]

@@ -1,17 +1,16 @@
-"""A forward pass as one compiled graph of fixed shapes: for a single sequence, where the time goes into calls.
+"""Forward passes as compiled graphs of fixed shapes: for a single sequence, where the time goes into calls.
 
 A pass of a small model over one to six tokens is hundreds of tiny operations, and starting them takes longer than what
 they do. torch.compile makes a few kernels of them; on a CPU it also folds the weights into the order that oneDNN
-multiplies fastest. Shapes must not change from call to call: buffers have their final size from the start, and a pass
-over fewer tokens than the graph takes is filled up.
+multiplies fastest. All tokens of a draft are one graph, sampling included. Shapes must not change from call to call:
+buffers have their final size from the start, and a pass over fewer tokens than the graph takes is filled up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._inductor.config
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from diversed.engine.attention import grouped_attention
+from diversed.verification import sample
 
 SMALLEST = 256  # slots; buffers come in powers of two, so that few sizes are ever compiled
 
@@ -51,53 +51,96 @@ class Buffers(Cache):  # type: ignore[misc]
         return len(self.keys)
 
 
-class CompiledStep:
-    """(tokens [1, T], positions, slots, keys, values) to logits [1, T, V] in float32 and the hidden states [1, T, H]
-    that enter the output layer.
+Made = TypeVar("Made")
+
+
+class CompiledModel:
+    """A model's passes over one sequence as graphs, each made when it is first needed.
 
     Args:
-        masks: gives a model's attention masks for slots and an extent.
-        cache_keyword: what the model's ``forward`` calls its cache.
+        forward: (tokens [1, T], slots [1, T], cache, extent) to logits [1, T, V] in float32.
     """
 
-    def __init__(self, model: PreTrainedModel, masks: Callable[..., Any], cache_keyword: str) -> None:
+    def __init__(self, model: PreTrainedModel, forward: Callable[[Tensor, Tensor, Cache, int], Tensor]) -> None:
         layer = model.get_output_embeddings()
         self.config = model.config.get_text_config(decoder=True)
-        self.on_cpu = layer.weight.device.type == "cpu"
-        self.graphs: dict[tuple[int, int], Callable[..., tuple[Tensor, Tensor]]] = {}  # by tokens and slots
-        self.running = False
+        self.on_cpu = next(layer.parameters()).device.type == "cpu"
+        self.graphs: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self.tracing = False
         entering: list[Tensor] = []
-        layer.register_forward_pre_hook(lambda _, args: entering.append(args[0]) if self.running else None)
+        layer.register_forward_pre_hook(lambda _, args: entering.append(args[0]) if self.tracing else None)
 
-        def step(
-            tokens: Tensor, positions: Tensor, slots: Tensor, keys: list[Tensor], values: list[Tensor]
-        ) -> tuple[Tensor, Tensor]:
-            logits = model(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=masks(model, slots, keys[0].shape[2]),
-                use_cache=True,
-                **{cache_keyword: Buffers(keys, values, slots)},
-            ).logits
-            return logits.float(), entering.pop()
+        def step(tokens: Tensor, slots: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
+            logits = forward(tokens, slots, Buffers(keys, values, slots), keys[0].shape[2])
+            return logits, entering.pop()
 
-        self.step = step
+        def draft(
+            pending: Tensor,
+            count: Tensor,
+            start: Tensor,
+            u: Tensor,
+            temperature: Tensor | None,
+            keys: list[Tensor],
+            values: list[Tensor],
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            tokens: list[Tensor] = []
+            probs: list[Tensor] = []
+            hidden: list[Tensor] = []
+            feed, slots, at = pending, start + torch.arange(2, device=start.device).unsqueeze(0), count - 1
+            for i in range(u.shape[1]):
+                logits, states = (each.index_select(1, at)[:, 0] for each in step(feed, slots, keys, values))
+                probs.append(torch.softmax(logits if temperature is None else logits / temperature, -1))
+                hidden.append(states)
+                tokens.append(probs[-1].argmax(-1) if temperature is None else sample(probs[-1], u[:, i]))
+                feed, slots, at = tokens[-1].unsqueeze(1), (start + count + i).unsqueeze(0), torch.zeros_like(at)
+            return torch.stack(tokens, 1), torch.stack(probs, 1), torch.stack(hidden, 1)
 
-    def __call__(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, keys: list[Tensor], values: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        shape = (tokens.shape[1], keys[0].shape[2])
-        if shape in self.graphs:
-            return self.graphs[shape](tokens, positions, slots, keys, values)
-        self.graphs[shape] = unguarded(self.step)
-        self.running = True  # the compiler follows the hook now; a graph does what it saw
+        self._step, self._draft = step, draft
+
+    def step(self, tokens: Tensor, slots: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """One pass: logits [1, T, V] in float32 and the hidden states [1, T, H] that enter the output layer."""
+        return self._run(("step", tokens.shape[1], keys[0].shape[2]), self._step, tokens, slots, keys, values)
+
+    def draft(
+        self,
+        pending: Tensor,
+        count: Tensor,
+        start: Tensor,
+        u: Tensor,
+        temperature: Tensor | None,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As many tokens in a row as there are draws ``u`` [1, n], sampling included.
+
+        Args:
+            pending: [1, 2], the last tokens, the second one filling where ``count`` [1] is 1.
+            start: [1], the slot of the first of them.
+            temperature: [], or None for the most probable tokens (at the probabilities of temperature 1).
+
+        Returns:
+            tokens [1, n], the probabilities they were drawn from [1, n, V], hidden states [1, n, H].
+        """
+        key = ("draft", u.shape[1], keys[0].shape[2], temperature is None)
+        return self._run(key, self._draft, pending, count, start, u, temperature, keys, values)
+
+    def _run(self, key: tuple[object, ...], function: Callable[..., Made], *args: Any) -> Made:
+        result: Made
+        if key in self.graphs:
+            result = self.graphs[key](*args)
+            return result
+        graph = unguarded(function)
+        self.tracing = True  # the compiler follows the hook now; a graph does what it saw
         try:
-            # Freezing takes weights for constants and lays them out anew. Its switch counts while a graph is made.
-            freezing = torch._inductor.config.patch(freezing=True) if self.on_cpu else contextlib.nullcontext()
-            with freezing, grouped_attention(self.config):
-                return self.graphs[shape](tokens, positions, slots, keys, values)
+            # Freezing takes weights for constants and lays them out anew; a wrapper in C++ starts kernels faster than
+            # one in Python. The switches count while a graph is made.
+            options: dict[str, Any] = {"freezing": True, "cpp_wrapper": True} if self.on_cpu else {}
+            with torch._inductor.config.patch(options), grouped_attention(self.config):
+                result = graph(*args)
         finally:
-            self.running = False
+            self.tracing = False
+        self.graphs[key] = graph
+        return result
 
 
 def unguarded(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from diversed.engine.attention import grouped_attention
 from diversed.engine.cache import SlotCache, visible
-from diversed.engine.compiled import CompiledStep, capacity_for
+from diversed.engine.compiled import CompiledModel, capacity_for
 
 PREFILL_CHUNK = 1024  # prompt tokens per forward pass: bounds the memory of masks and activations
 
@@ -21,8 +21,8 @@ class Decoder:
     """A causal LM over a batch of sequences. ``lengths`` (one per row) says how much of each is cached.
 
     Args:
-        step: the model's compiled pass, for one sequence; with it ``capacity``, the most slots a row may need, and
-            ``widths``, how many tokens its graphs take.
+        compiled: the model's compiled passes, for one sequence; with it ``capacity``, the most slots a row may need,
+            ``widths``, how many tokens a graph takes, and ``drafts``, how many it proposes.
     """
 
     def __init__(
@@ -30,19 +30,18 @@ class Decoder:
         model: PreTrainedModel,
         batch: int,
         vocab_size: int,
-        step: CompiledStep | None = None,
+        compiled: CompiledModel | None = None,
         capacity: int | None = None,
         widths: Sequence[int] = (),
+        drafts: Sequence[int] = (),
     ) -> None:
         self.model = model
         self.vocab_size = vocab_size
         self.device = model.get_input_embeddings().weight.device
         self.cache = SlotCache(batch, self.device, None if capacity is None else capacity_for(capacity))
-        self.step, self.widths = step, widths
+        self.compiled, self.widths, self.drafts = compiled, widths, drafts
+        self.forward = forward_of(model, vocab_size)
         self._config = model.config.get_text_config(decoder=True)
-        self._cache_keyword = cache_keyword(model)
-        self._embeddings = model.get_input_embeddings().weight.shape[0]
-        self._context = context_length(model)
 
     @property
     def lengths(self) -> list[int]:
@@ -92,14 +91,10 @@ class Decoder:
         Returns:
             logits [B, K, V] in float32 and hidden states [B, K, H], those that enter the output layer.
         """
-        # A token the draft has no embedding for (a special token of the target alone) is fed as its last one.
-        tokens = tokens.clamp(max=self._embeddings - 1)
         width = next((w for w in self.widths if w >= tokens.shape[1]), None)
-        if self.step is not None and width is not None and self.cache.keys:
-            logits, hidden = self._feed_compiled(self.step, tokens, at, width)
-        else:
-            logits, hidden = self._feed_eagerly(tokens, at)
-        return align_vocabulary(logits, self.vocab_size), hidden
+        if self.compiled is not None and width is not None and self.cache.keys:
+            return self._feed_compiled(self.compiled, tokens, at, width)
+        return self._feed_eagerly(tokens, at)
 
     def _feed_eagerly(self, tokens: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         slots = self.cache.place(tokens.shape[1])
@@ -114,38 +109,74 @@ class Decoder:
         hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
             with grouped_attention(self._config):
-                logits = self.model(
-                    input_ids=tokens,
-                    position_ids=self._positions(slots),
-                    attention_mask=attention_masks(self.model, slots, self.cache.extent),
-                    use_cache=True,
-                    **{self._cache_keyword: self.cache},
-                ).logits
+                logits = self.forward(tokens, slots, self.cache, self.cache.extent)
         finally:
             hook.remove()
-        return logits.float(), seen[0]
+        return logits, seen[0]
 
-    def _feed_compiled(self, step: CompiledStep, tokens: Tensor, at: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def _feed_compiled(self, compiled: CompiledModel, tokens: Tensor, at: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Filled up to ``width`` tokens: what the filling writes lies beyond every kept length."""
         slots = self.cache.place(width)
         tokens = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]))
-        layers = range(len(self.cache.keys))
-        keys, values = ([kind[i] for i in layers] for kind in (self.cache.keys, self.cache.values))
-        logits, hidden = step(tokens, self._positions(slots), slots, keys, values)
+        logits, hidden = compiled.step(tokens, slots, *self.cache.buffers())
         return logits[:, at[0]], hidden[:, at[0]]
 
-    def warm_up(self) -> None:
+    @torch.inference_mode()
+    def draft(self, pending: list[int], u: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Compiled: propose as many tokens as there are draws ``u`` [1, n] behind the one or two ``pending`` ones.
+
+        Returns:
+            tokens [1, n], the probabilities they were drawn from [1, n, V], hidden states [1, n, H].
+        """
+        assert self.compiled is not None
+        warmth = torch.tensor(temperature, device=self.device) if temperature else None
+        parts, n = [], u.shape[1]
+        while n:
+            at_once = max(size for size in self.drafts if size <= n)
+            ids = torch.tensor([[pending[0], pending[-1]]], device=self.device)
+            count, start = (torch.tensor([x], device=self.device) for x in (len(pending), self.lengths[0]))
+            parts.append(self.compiled.draft(ids, count, start, u[:, :at_once], warmth, *self.cache.buffers()))
+            self.lengths = [self.lengths[0] + len(pending) + at_once - 1]
+            n, u = n - at_once, u[:, at_once:]
+            pending = parts[-1][0][0, -1:].tolist() if n else []
+        if len(parts) == 1:
+            return parts[0]
+        tokens, probs, hidden = (torch.cat(kind, 1) for kind in zip(*parts, strict=True))
+        return tokens, probs, hidden
+
+    def warm_up(self, temperature: float) -> None:
         """Compile now what is not compiled yet. Overwrites no kept token."""
-        if self.step is None or not self.cache.keys:
+        if self.compiled is None or not self.cache.keys:
             return
+        before, slots = self.lengths, self.cache.capacity
         for width in self.widths:
-            if (width, self.cache.capacity) not in self.step.graphs:
+            if ("step", width, slots) not in self.compiled.graphs:
                 tokens = torch.zeros(1, width, dtype=torch.long, device=self.device)
                 self.feed(tokens, torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        for n in self.drafts:
+            if ("draft", n, slots, not temperature) not in self.compiled.graphs:
+                self.draft([0], torch.zeros(1, n, dtype=torch.float64, device=self.device), temperature)
+                self.lengths = before
 
-    def _positions(self, slots: Tensor) -> Tensor:
-        # Padding can stand beyond the context of a model with learned positions: any legal position will do there.
-        return slots if self._context is None else slots.clamp(max=self._context - 1)
+
+def forward_of(model: PreTrainedModel, vocab_size: int) -> Callable[[Tensor, Tensor, Cache, int], Tensor]:
+    """(tokens [B, T], slots [B, T], cache, extent) to logits [B, T, V] in float32; the cache shows ``extent`` slots."""
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    context, keyword = context_length(model), cache_keyword(model)
+
+    def forward(tokens: Tensor, slots: Tensor, cache: Cache, extent: int) -> Tensor:
+        logits = model(
+            # A token the draft has no embedding for (a special token of the target alone) is fed as its last one.
+            input_ids=tokens.clamp(max=embeddings - 1),
+            # Padding can stand beyond the context of a model with learned positions: any legal position will do there.
+            position_ids=slots if context is None else slots.clamp(max=context - 1),
+            attention_mask=attention_masks(model, slots, extent),
+            use_cache=True,
+            **{keyword: cache},
+        ).logits
+        return align_vocabulary(logits.float(), vocab_size)
+
+    return forward
 
 
 def attention_masks(model: PreTrainedModel, slots: Tensor, extent: int) -> Tensor | dict[str, Tensor]:

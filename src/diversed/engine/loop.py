@@ -133,7 +133,12 @@ def decode(
     longest = max(s.prompt_length + s.max_new_tokens for s in sequences)
     target = pair.decoder(pair.target, len(active), longest, {1, most + 1})
     speculates = most > 0 or settings.bonus == "verifier"
-    draft = pair.decoder(pair.draft, len(active), longest, {1, 2}) if speculates else None
+    draft = None
+    if speculates and sampler.plain and settings.bonus == "target":  # compiled, the whole draft is one graph
+        at_once = {1} if settings.length is not None else {1, most}
+        draft = pair.decoder(pair.draft, len(active), longest, (), at_once)
+    elif speculates:
+        draft = pair.decoder(pair.draft, len(active), longest, {1, 2})
     watch = Stopwatch([target.device] + ([draft.device] if draft else []))
     names = (pair.target_name, pair.draft_name, type(settings.verifier).__name__)
     target.prefill([s.ids[:-1] for s in active])
@@ -142,7 +147,7 @@ def decode(
             draft.prefill([s.ids[:-1] for s in active])
         watch.book("prefill")
         for decoder in filter(None, (target, draft)):
-            decoder.warm_up()
+            decoder.warm_up(sampler.temperature)
         watch.book("compile")
     while active:
         n = most if settings.length is None else settings.length.choose(max(s.remaining for s in active) - 1)
@@ -223,7 +228,8 @@ def let_in(
 def catch_up(draft: Decoder, active: list[Generating]) -> None:
     """Prefill rows that the draft has never seen, or not for a while."""
     missing = [len(s.ids) - n for n, s in zip(draft.lengths, active, strict=True)]
-    behind = [b for b, n in enumerate(draft.lengths) if n == 0 or missing[b] > MOST_PENDING]
+    most = 2 if draft.drafts else MOST_PENDING
+    behind = [b for b, n in enumerate(draft.lengths) if n == 0 or missing[b] > most]
     if len(behind) == len(active):
         draft.prefill([s.ids[:-1] for s in active])
     elif behind:
@@ -245,6 +251,8 @@ def draft_block(draft: Decoder, active: list[Generating], n: int, settings: Sett
     u = u.to(device)
     # One or two tokens a row: the draft has not seen its own last proposal when all of them were accepted.
     pending = [s.ids[length:] for s, length in zip(active, draft.lengths, strict=True)]
+    if draft.drafts and draft.cache.keys:
+        return DraftBlock(*draft.draft(pending[0], u[:, :n], sampler.temperature))
     counts = [len(ids) for ids in pending]
     width = max(counts)
     feed = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending], device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from diversed.engine.compiled import CompiledStep
-from diversed.engine.decoder import Decoder, attention_masks, cache_keyword, check_supported, context_length
+from diversed.engine.compiled import CompiledModel
+from diversed.engine.decoder import Decoder, check_supported, context_length, forward_of
 from diversed.engine.draft_length import DraftLength
 from diversed.engine.packing import pack_linears, share_embeddings
 from diversed.verifiers import Verifier
@@ -53,7 +53,7 @@ class ModelPair:
         self.target_name = self.target_name or self.target.config._name_or_path or type(self.target).__name__
         self.draft_name = self.draft_name or self.draft.config._name_or_path or type(self.draft).__name__
         rows = self.target.get_output_embeddings().out_features
-        self._steps: dict[int, CompiledStep] = {}
+        self._compiled: dict[int, CompiledModel] = {}
         self._draft_lengths: dict[Any, DraftLength] = {}
         # Sizes are often padded for speed; rows beyond the tokenizer were never trained.
         self.vocab_size = min(rows, len(self.tokenizer)) if self.tokenizer is not None else rows
@@ -127,13 +127,17 @@ class ModelPair:
         """Where the target's logits come out."""
         return next(self.target.get_output_embeddings().parameters(), torch.empty(0)).device  # packed ones: the CPU
 
-    def decoder(self, model: PreTrainedModel, batch: int, longest: int, widths: Iterable[int]) -> Decoder:
-        """One of the two models over a batch whose sequences end with ``longest`` tokens, fed ``widths`` at a time."""
+    def decoder(
+        self, model: PreTrainedModel, batch: int, longest: int, widths: Collection[int], drafts: Collection[int] = ()
+    ) -> Decoder:
+        """One of the two models over a batch whose sequences end with ``longest`` tokens; where it is compiled, with
+        graphs for so many tokens at a time."""
         if not self.compiled or batch > 1:
             return Decoder(model, batch, self.vocab_size)
-        if id(model) not in self._steps:
-            self._steps[id(model)] = CompiledStep(model, attention_masks, cache_keyword(model))
-        return Decoder(model, 1, self.vocab_size, self._steps[id(model)], longest + max(widths), sorted(widths))
+        if id(model) not in self._compiled:
+            self._compiled[id(model)] = CompiledModel(model, forward_of(model, self.vocab_size))
+        compiled, slots = self._compiled[id(model)], longest + max(*widths, *drafts, 2)
+        return Decoder(model, 1, self.vocab_size, compiled, slots, sorted(widths), sorted(drafts))
 
     def draft_length(self, verifier: Verifier, temperature: float) -> DraftLength:
         """What earlier calls with this verifier have learned about how much to draft."""

@@ -70,6 +70,11 @@ class Sampler:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing but a temperature."""
+        return not self.history and all(isinstance(w, TemperatureLogitsWarper) for w in self.warpers)
+
     def __call__(
         self, logits: Tensor, prefixes: Sequence[Sequence[Tensor | None]] | None
     ) -> tuple[Tensor, Tensor | None]:
