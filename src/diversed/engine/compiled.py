@@ -8,19 +8,30 @@ buffers have their final size from the start, and a pass over fewer tokens than 
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch._inductor.config
 from torch import Tensor
+from torch._inductor import select_algorithm
 from transformers import Cache, PreTrainedModel
 
 from diversed.engine.attention import grouped_attention
 from diversed.verification import sample
 
 SMALLEST = 256  # slots; buffers come in powers of two, so that few sizes are ever compiled
+ON_CPU = {
+    "freezing": True,  # weights are constants and laid out anew
+    "cpp_wrapper": True,  # kernels are started from C++: Python takes longer than a small kernel
+    "cpp.enable_concat_linear": True,  # layers that read the same input are one product
+    # A call of oneDNN costs 20 microseconds, whatever the product: small ones are faster as generated code.
+    "max_autotune": True,
+    "max_autotune_gemm_backends": "CPP,ATEN",
+    "max_autotune_report_choices_stats": False,
+}
 
 
 def capacity_for(length: int) -> int:
@@ -132,15 +143,25 @@ class CompiledModel:
         graph = unguarded(function)
         self.tracing = True  # the compiler follows the hook now; a graph does what it saw
         try:
-            # Freezing takes weights for constants and lays them out anew; a wrapper in C++ starts kernels faster than
-            # one in Python. The switches count while a graph is made.
-            options: dict[str, Any] = {"freezing": True, "cpp_wrapper": True} if self.on_cpu else {}
-            with torch._inductor.config.patch(options), grouped_attention(self.config):
+            known = set(torch._inductor.list_options())
+            options = {name: value for name, value in ON_CPU.items() if self.on_cpu and name in known}
+            # The switches count while a graph is made.
+            with torch._inductor.config.patch(options), silent_choices(), grouped_attention(self.config):
                 result = graph(*args)
         finally:
             self.tracing = False
         self.graphs[key] = graph
         return result
+
+
+@contextlib.contextmanager
+def silent_choices() -> Iterator[None]:
+    """The compiler prints a table for every product it tries variants of."""
+    before, select_algorithm.PRINT_AUTOTUNE = select_algorithm.PRINT_AUTOTUNE, False
+    try:
+        yield
+    finally:
+        select_algorithm.PRINT_AUTOTUNE = before
 
 
 def unguarded(function: Callable[..., Any]) -> Callable[..., Any]:
