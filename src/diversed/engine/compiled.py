@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import torch._inductor.config
 from torch import Tensor
-from torch._inductor import select_algorithm
 from transformers import Cache, PreTrainedModel
 
 from diversed.engine.attention import grouped_attention
@@ -157,6 +156,8 @@ class CompiledModel:
 @contextlib.contextmanager
 def silent_choices() -> Iterator[None]:
     """The compiler prints a table for every product it tries variants of."""
+    from torch._inductor import select_algorithm  # not before it is needed: it takes a second
+
     before, select_algorithm.PRINT_AUTOTUNE = select_algorithm.PRINT_AUTOTUNE, False
     try:
         yield
