@@ -72,11 +72,12 @@ class Sums:
         gram = torch.zeros(size, size, dtype=torch.float64)
         moment = torch.zeros(size, dtype=torch.float64)
         # Products of a part in float32, which takes half the time, and their sum in float64, which stays exact.
-        for part, value, weight in zip(x.split(PART), y.split(PART), mass.split(PART), strict=True):
-            rows = torch.cat([part.float(), torch.ones(len(part), 1)], 1)
-            weighted = rows * weight.float().unsqueeze(1)
+        for start in range(0, len(x), PART):
+            at = slice(start, start + PART)
+            rows = torch.cat([x[at].float(), torch.ones(len(x[at]), 1)], 1)
+            weighted = rows * mass[at].float().unsqueeze(1)
             gram += weighted.T @ rows
-            moment += weighted.T @ value.float()
+            moment += weighted.T @ y[at].float()
         return cls(gram, moment, mass.double().sum())
 
     def __add__(self, other: Sums) -> Sums:
