@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from diversed.cli import app
 from diversed.cli.training import further, parse_duration, parse_layers
 from diversed.evaluation.settings import fingerprint, load_verifier
+from diversed.training.trainer import Result
 
 TASK = """
 def rows(split):
@@ -63,6 +65,22 @@ def test_train_then_eval_then_bench(tmp_path: Path) -> None:
     assert rows[0]["verifier"] == "target-only"
     assert sorted(r["quality"] for r in rows if r["verifier"] == str(run)) == [0.1, 0.3, 0.5, 0.7, 0.9]
     assert {r["task"] for r in rows} == {"tally"}  # the run's own
+
+
+def test_a_budget_counts_from_the_start_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = {}
+
+    def stand_in(*args: Any, budget: float, **kwargs: Any) -> Result:
+        given["budget"] = budget
+        best = {"score": 0.8, "target_score": 0.9, "position_acceptance": 0.7, "n": 8}
+        return Result(None, best, 1, "budget", tmp_path)
+
+    monkeypatch.setattr("diversed.training.trainer.train", stand_in)
+    invoke("train", "--budget", "1h", "--output-dir", str(tmp_path))
+    assert 3000 < given["budget"] < 3600
+    said = invoke("train", "--budget", "0.01", "--output-dir", str(tmp_path))
+    assert "the budget of 0.01 s became" in said
+    assert "one step and one validation are the least a run takes" in said
 
 
 def test_a_task_of_ones_own_from_a_python_file_and_from_json_lines(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +30,6 @@ from diversed.cli.options import (
     notes,
 )
 
-BudgetOption = Annotated[str | None, typer.Option(help="Stop in time with the best so far: 90s, 30m, 2h.")]
 ResumeOption = Annotated[bool, typer.Option(help="Go on with the run in --output-dir, as if never interrupted.")]
 
 
@@ -71,7 +71,14 @@ def train(
         typer.Option("--set", help="Any further setting of TrainSettings, NAME=VALUE: --set learning_rate=0.01."),
     ] = None,
     train_n: Annotated[int | None, typer.Option(help="Train on the first so many prompts only.")] = None,
-    budget: BudgetOption = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Stop in time with the best head so far: 90s, 30m, 2h. Everything counts: loading, the target's "
+            "baseline on the validation prompts, steps, validations. The baseline, one step and one validation (every "
+            "prompt at every dial setting) are the least a run takes; a smaller --validation-n makes that less."
+        ),
+    ] = None,
     resume: ResumeOption = False,
     trackers: Annotated[str | None, typer.Option(help="tensorboard, trackio, wandb, ... through accelerate.")] = None,
     data_dir: DataOption = None,
@@ -90,6 +97,7 @@ def train(
 
       diversed train --target big/ --draft small/ --task my_task.py --objective montecarlo --features --no-hidden
     """
+    began = time.perf_counter()
     from diversed.evaluation.show import write_json
     from diversed.tasks import load_task
     from diversed.training.run_folder import read_rows
@@ -139,7 +147,7 @@ def train(
             settings,
             output_dir,
             resume=resume,
-            budget=seconds,
+            budget=left_of(seconds, began),
             trackers=trackers,
             source={"task": task, "reward": reward},
             progress=show,
@@ -150,6 +158,13 @@ def train(
         f"against {best['target_score']:.3f} lossless, acceptance per position {best['position_acceptance']:.3f} "
         f"(validation, n = {best['n']})"
     )
+    took = time.perf_counter() - began
+    if seconds is not None and result.stopped == "budget" and took > 1.1 * seconds:
+        console.print(
+            f"the budget of {seconds:g} s became {took:.0f} s: the baseline, one step and one validation are the "
+            f"least a run takes. Lower --validation-n ({validation_n}) or --prompts-per-step ({prompts_per_step}).",
+            soft_wrap=True,
+        )
     console.print(f"head: {result.folder / 'head'}   next: diversed eval {result.folder}")
     if json_file is not None:
         write_json(read_rows(result.folder / "validation.jsonl"), json_file)
@@ -189,6 +204,11 @@ def parse_duration(text: str | None) -> float | None:
     if seconds <= 0:
         raise ValueError(f"budget={text!r} is no length of time: write 90s, 30m or 2h")
     return seconds
+
+
+def left_of(budget: float | None, began: float) -> float | None:
+    """What is left of a budget that began at that time."""
+    return None if budget is None else max(1e-3, budget - (time.perf_counter() - began))
 
 
 def this_process_gpu() -> str | None:
@@ -249,7 +269,12 @@ def distill(
     max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 512,
     train_n: Annotated[int | None, typer.Option(help="The first so many prompts of each task only.")] = None,
     held_out_n: Annotated[int, typer.Option(help="Validation prompts of each task for the measure; 0: none.")] = 50,
-    budget: BudgetOption = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Stop in time with the draft so far: 90s, 30m, 2h. Everything counts: loading, sampling, measuring."
+        ),
+    ] = None,
     resume: ResumeOption = False,
     data_dir: DataOption = None,
     dtype: DtypeOption = "auto",
@@ -267,6 +292,7 @@ def distill(
       diversed distill --target big/ --task cnndm --task xsum --layers 0,1,28,29 --budget 1h --output-dir runs/draft
       diversed bench --target big/ --draft runs/draft/draft --task cnndm
     """
+    began = time.perf_counter()
     from diversed.evaluation.show import write_json
     from diversed.pairs import DRAFT, TARGET
     from diversed.tasks import load_task
@@ -288,8 +314,8 @@ def distill(
         learning_rate=learning_rate,
         max_prompt_tokens=max_prompt_tokens,
         seed=seed,
-        budget_seconds=parse_duration(budget),
     )
+    seconds = parse_duration(budget)
     home = device or this_process_gpu()
     pair = load_pair(target, draft, dtype, home, packed=False) if draft else load_alone(target, dtype, home)
     prompts: list[Any] = []
@@ -312,6 +338,7 @@ def distill(
             f"task: the answers of {' and '.join(stops.values())} end at different stop strings; distil on one after "
             "the other, the second time with --draft"
         )
+    settings = replace(settings, max_new_tokens=longest, stop_strings=next(iter(stops)))
     with step_bar() as bar:
         job = bar.add_task("distilling", total=steps, figures="")
 
@@ -324,7 +351,7 @@ def distill(
             None if draft is None else pair.draft,
             pair.tokenizer,
             prompts,
-            replace(settings, max_new_tokens=longest, stop_strings=next(iter(stops))),
+            replace(settings, budget_seconds=left_of(seconds, began)),
             output_dir,
             given=references if text != "target" else None,
             held_out_prompts=held_out,
