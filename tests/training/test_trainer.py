@@ -150,6 +150,7 @@ def test_quality_one_half_of_the_saved_head_is_the_point_that_validation_chose(t
     state = load_file(tmp_path / "run" / "checkpoint" / "head.safetensors")
     quality = result.best["quality"]
     assert quality == 0.02  # with this tolerance, the most permissive
+    assert result.best["reward"] >= result.floor
     moved = float(result.head.out.bias - state["out.bias"])
     assert moved == pytest.approx(float(torch.logit(torch.tensor(quality))), abs=1e-5)
 

@@ -158,6 +158,14 @@ def train(
         f"against {best['target_score']:.3f} lossless, acceptance per position {best['position_acceptance']:.3f} "
         f"(validation, n = {best['n']})"
     )
+    if best["reward"] < result.floor:
+        console.print(
+            f"no point of the dial met the tolerance: the best head's reward {best['reward']:.3f} is "
+            f"{result.floor - best['reward']:.2g} below the {result.floor:.3f} that --tolerance {tolerance:g} asks "
+            "for. Try more --steps, another --objective, or a larger --tolerance.",
+            style="yellow",
+            soft_wrap=True,
+        )
     took = time.perf_counter() - began
     if seconds is not None and result.stopped == "budget" and took > 1.1 * seconds:
         console.print(

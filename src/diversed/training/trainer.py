@@ -54,6 +54,7 @@ class Result:
     best: Row  #: its validation row; ``quality`` there is that of the dial before it was moved to 1/2
     steps: int
     stopped: str  #: "steps", "budget" or "patience"
+    floor: float  #: the reward that the tolerance asks for; ``best`` lies below it where no point of the dial met it
     folder: Path
 
 
@@ -181,7 +182,7 @@ def train(
     if trackers:
         accelerator.end_training()
     best_head = LearnedEnsemble.from_pretrained(run.folder / "head").head
-    return Result(best_head, state.best, state.step, stopped, run.folder)
+    return Result(best_head, state.best, state.step, stopped, settings.floor(run.target["reward"]), run.folder)
 
 
 def due(settings: TrainSettings, step: int) -> bool:
@@ -380,7 +381,7 @@ def validate(run: Run, state: State) -> None:
     none, the highest reward.
     """
     settings = run.settings
-    floor = run.target["reward"] - settings.tolerance * abs(run.target["reward"])
+    floor = settings.floor(run.target["reward"])
     verifier = LearnedEnsemble(state.head)
     rows = []
     for quality in sorted(set(settings.qualities), reverse=True):
