@@ -144,9 +144,10 @@ def calibrate(
     from diversed.evaluation.calibrate import calibration_of
     from diversed.evaluation.settings import TARGET_ONLY, Setting, load_verifier
     from diversed.evaluation.sweep import Plan
+    from diversed.verifiers.learned import head_folder
 
-    folder = head / "head" if (head / "head").is_dir() else head
     target, draft, task, reward = of_the_run(head, target, draft, task, reward)
+    folder = head_folder(head, "head")
     settings = [Setting(TARGET_ONLY, None, 0, temperature)]
     settings += [Setting(str(folder), q, num_speculative_tokens, temperature) for q in quality or DIAL]
     rows, _ = run_sweep(

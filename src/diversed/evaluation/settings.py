@@ -28,6 +28,7 @@ from diversed.verifiers import (
     Verifier,
 )
 from diversed.verifiers.ensemble import check_fraction
+from diversed.verifiers.learned import head_folder
 
 RULES: dict[str, tuple[Callable[..., Verifier], str]] = {
     "static": (lambda weight: StaticEnsemble(weight), "a weight on the target between 0 and 1, say static:0.7"),
@@ -89,15 +90,14 @@ def load_verifier(spec: str) -> Verifier:
         from diversed.pairs import HEADS
 
         return LearnedEnsemble.from_pretrained(_head_folder(HEADS, argument or "shop", spec))
-    if (Path(spec) / "config.json").is_file() and (Path(spec) / "head").is_dir():
-        return load_verifier(str(Path(spec) / "head"))  # a training run's folder
     if not Path(spec).is_dir() and spec.count("/") != 1:
         raise ValueError(
             f"verifier={spec!r} is unknown: use lossless, block, {':X, '.join(RULES)}:X, learned (the embedded pair's "
             "head), or the folder or Hub id of a trained head or a training run"
         )
+    folder = head_folder(spec, "verifier")
     try:
-        return LearnedEnsemble.from_pretrained(spec)
+        return LearnedEnsemble.from_pretrained(folder)
     except Exception as error:  # huggingface_hub and safetensors raise a dozen kinds
         raise ValueError(
             f"verifier={spec!r} holds no head ({str(error).splitlines()[0]}): needs config.json and model.safetensors"
