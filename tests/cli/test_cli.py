@@ -135,7 +135,11 @@ def test_bench_writes_rows_picture_and_resumes(tmp_path):
     [
         (["generate", ""], "prompt is empty"),
         (["generate", "x", "--verifier", "static:2"], "verifier='static:2'"),
-        (["generate", "x", "--verifier", "learned", "--quality", "1.5"], "quality=1.5"),
+        (
+            ["generate", "x", "--verifier", "learned", "--quality", "1.5"],
+            "quality=1.5 must be a number between 0 and 1",
+        ),
+        (["generate", "x", "--verifier", "lossless", "--quality", "1.5"], "quality=1.5 must be a number between 0 and"),
         (["generate", "x", "--verifier", "lossless", "--quality", "0.5"], "quality: lossless has no dial"),
         (["generate", "x", "--num-speculative-tokens", "-1"], "num_speculative_tokens=-1"),
         (["generate", "x", "-N", "many"], "num_speculative_tokens='many'"),

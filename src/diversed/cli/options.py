@@ -103,17 +103,19 @@ def pick_verifier(
     spec: str, quality: float | None, min_quality: float | None = None, max_normalised_time: float | None = None
 ) -> Any:
     """A verifier by its name, at a setting of the dial, or at the one that a calibrated head's wish asks for."""
-    from diversed.evaluation.settings import Setting, load_verifier
+    from diversed.evaluation.settings import at_quality, load_verifier
     from diversed.verifiers import LearnedEnsemble
+    from diversed.verifiers.ensemble import check_fraction
 
+    if quality is not None:
+        check_fraction("quality", quality)
     if min_quality is not None or max_normalised_time is not None:
         learned = load_verifier(spec)
         if not isinstance(learned, LearnedEnsemble):
             raise ValueError(f"min_quality, max_normalised_time: {spec} has no calibration; choose a calibrated head")
         return learned.at(quality=quality, min_quality=min_quality, max_normalised_time=max_normalised_time)
-    if quality is None:
-        return load_verifier(spec)
-    return Setting(spec, quality).prepare(None)[1]["verifier"]  # type: ignore[arg-type]
+    verifier = load_verifier(spec)
+    return verifier if quality is None else at_quality(verifier, quality, spec)
 
 
 def check_dtype(dtype: str) -> str:

@@ -104,6 +104,15 @@ def load_verifier(spec: str) -> Verifier:
         ) from error
 
 
+def at_quality(verifier: Verifier, quality: float, spec: str) -> Verifier:
+    """A verifier with its dial turned; ``spec`` is its name."""
+    inner = verifier.verifier if isinstance(verifier, BlockVerification) else verifier
+    if not isinstance(inner, StaticEnsemble | LearnedEnsemble):
+        raise ValueError(f"quality: {spec} has no dial; choose static:W or a learned head")
+    turned: Verifier = verifier.at(quality=quality)  # type: ignore[attr-defined]
+    return turned
+
+
 def head_of(spec: str) -> LearnedEnsemble | None:
     """The learned verifier behind a setting's name, where there is one."""
     if spec in (TARGET_ONLY, DRAFT_ONLY) or spec.partition(":")[0] == PEER:
@@ -145,6 +154,10 @@ class Setting:
     quality: float | None = None
     num_speculative_tokens: int = 5
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.quality is not None:
+            check_fraction("quality", self.quality)
 
     @property
     def speculates(self) -> bool:
@@ -201,10 +214,7 @@ class Setting:
             return pair, common | {"num_speculative_tokens": self.num_speculative_tokens}
         verifier = load_verifier(self.verifier.removeprefix(CONTROL))
         if self.quality is not None:
-            inner = verifier.verifier if isinstance(verifier, BlockVerification) else verifier
-            if not isinstance(inner, StaticEnsemble | LearnedEnsemble):
-                raise ValueError(f"quality: {self.verifier} has no dial; choose static:W or a learned head")
-            verifier = verifier.at(quality=self.quality)  # type: ignore[attr-defined]
+            verifier = at_quality(verifier, self.quality, self.verifier)
         if self.is_control:
             return pair, common | {"verifier": verifier, "num_speculative_tokens": 0, "bonus": "verifier"}
         return pair, common | {"verifier": verifier, "num_speculative_tokens": self.num_speculative_tokens}
