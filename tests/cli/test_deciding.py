@@ -55,6 +55,8 @@ def test_bench_measures_every_combination(folder: Path) -> None:
 def test_report_covers_all_benches_below_a_folder(folder: Path, tmp_path: Path) -> None:
     result = run("report", str(folder), "--output-dir", str(tmp_path), "--json", str(tmp_path / "rows.json"))
     assert result.exit_code == 0, result.output
+    for name in ("report.html", "report.md", "pictures"):
+        assert str(tmp_path / name) in result.output
     text = (tmp_path / "report.md").read_text()
     assert "## shop: embedded-target with embedded-draft" in text
     assert "## tally: embedded-target with embedded-draft" in text
