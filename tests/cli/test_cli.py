@@ -71,6 +71,12 @@ def test_generate_is_reproducible_and_writes_a_row(tmp_path):
     assert row["quality"] == 0.6
 
 
+def test_coloured_tokens_come_with_a_legend():
+    result = CliRunner().invoke(app, ["generate", QUESTION, "--seed", "3", "--origins"])
+    assert "####" in result.stdout
+    assert "tokens: accepted recovered bonus" in result.stderr
+
+
 def test_generate_may_choose_how_much_to_draft(tmp_path):
     file = tmp_path / "row.json"
     args = ["generate", QUESTION, "--verifier", "learned", "-N", "auto", "--temperature", "0", "--json", str(file)]

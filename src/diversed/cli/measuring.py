@@ -9,7 +9,6 @@ import typer
 from rich.text import Text
 
 from diversed.cli.options import (
-    ORIGIN_STYLES,
     TASK_HELP,
     DataOption,
     DeviceOption,
@@ -23,6 +22,7 @@ from diversed.cli.options import (
     coloured,
     console,
     has_chat_template,
+    legend,
     load_pair,
     progress_bar,
 )
@@ -79,10 +79,7 @@ def show_sample(task_name: str, head: str, seed: int) -> None:
     assert out.trace is not None
     console.print(Text(f"\n{task.examples[0].prompt}", style="dim"), end="")
     console.print(coloured(pair, out.trace[0]))
-    legend = Text("tokens: ")
-    for origin, style in ORIGIN_STYLES.items():
-        legend.append(f"{origin} ", style=style)
-    console.print(legend)
+    console.print(legend())
 
 
 def bench(

@@ -146,3 +146,11 @@ def coloured(pair: Any, trace: Any) -> Text:
     for token, origin in zip(trace.token_ids.tolist(), trace.origin, strict=True):
         text.append(pair.tokenizer.decode([token], skip_special_tokens=True), style=ORIGIN_STYLES[origin])
     return text
+
+
+def legend() -> Text:
+    """What the colours of :func:`coloured` mean, in a line."""
+    text = Text("tokens: ")
+    for origin, style in ORIGIN_STYLES.items():
+        text.append(f"{origin} ", style=style)
+    return text

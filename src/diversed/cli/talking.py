@@ -24,6 +24,7 @@ from diversed.cli.options import (
     VerifierOption,
     coloured,
     console,
+    legend,
     load_pair,
     notes,
     pick_verifier,
@@ -93,6 +94,7 @@ def generate(
     if origins:
         assert out.trace is not None
         console.print(coloured(pair, out.trace[0]))
+        notes.print(legend())
     else:
         printer.finish(out.texts[0])
     notes.print(figures(out), style="dim")
