@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from diversed.cli import app
+from diversed.cli.options import VERIFIER_HELP
+from diversed.evaluation.settings import RULES
 
 QUESTION = "Question: Ada has 12 nuts and sells 5. How many nuts are there now?\nAnswer:"
 ROW_KEYS = {
@@ -56,6 +58,13 @@ def test_help_teaches():
         result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"})
         assert result.exit_code == 0
         assert "--json" in result.output
+
+
+def test_help_lists_every_verifier():
+    for name in ("lossless", "learned", "block", *(f"{rule}:" for rule in RULES)):
+        assert name in VERIFIER_HELP
+    for command in ("generate", "chat", "bench"):
+        assert "fuzzy-kl:X" in CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"}).output
 
 
 def test_generate_is_reproducible_and_writes_a_row(tmp_path):

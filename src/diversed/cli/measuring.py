@@ -10,6 +10,7 @@ from rich.text import Text
 
 from diversed.cli.options import (
     TASK_HELP,
+    VERIFIER_HELP,
     DataOption,
     DeviceOption,
     DraftOption,
@@ -95,9 +96,8 @@ def bench(
     verifier: Annotated[
         list[str] | None,
         typer.Option(
-            help="Repeat for several: lossless, block, static:W, learned, the folder of a head or of a training run, a "
-            "rival (lenience:L, cascade-opt:A, cascade-token:A, cactus:D, fuzzy-js:X, typical:E, topk:K,R, ...), "
-            "control:NAME (samples from nu, no verification). Default: a spread."
+            help=f"{VERIFIER_HELP} Also control:NAME (samples from nu, no verification). Repeat for several. Default: "
+            "a spread."
         ),
     ] = None,
     rivals: Annotated[bool, typer.Option(help="Also every rival from the literature, each at a few knobs.")] = False,

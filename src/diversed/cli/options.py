@@ -19,12 +19,14 @@ TargetOption = Annotated[
     str | None, typer.Option(help="Target: folder, Hub id or GGUF file. The embedded pair if not given.")
 ]
 DraftOption = Annotated[str | None, typer.Option(help="Draft of the same family. Give both or neither.")]
-VerifierOption = Annotated[
-    str,
-    typer.Option(
-        help="lossless, static:W (weight W on the target), learned (the embedded head), or a head's folder or Hub id."
-    ),
-]
+# Written out, since the names themselves (evaluation.settings.RULES) come with torch, too slow for --help.
+VERIFIER_HELP = (
+    "lossless; static:W (weight W on the target); learned (the embedded head); the folder of a head or of a training "
+    "run, or a head's Hub id; a rule without training (entropy:H, favourite:X, acceptance:R); block, block:NAME (block "
+    "verification, of another verifier); or a rival (lenience:L, cascade-opt:A, cascade-token:A, cactus:D, fuzzy-kl:X, "
+    "fuzzy-js:X, fuzzy-tv:X, typical:E, topk:K,R)."
+)
+VerifierOption = Annotated[str, typer.Option(help=VERIFIER_HELP)]
 QualityOption = Annotated[
     float | None,
     typer.Option(help="The dial, 0 to 1: 0.5 is the verifier as it is, 1 exactly the target, 0 takes every draft."),
