@@ -160,7 +160,7 @@ def test_bench_writes_rows_picture_and_resumes(tmp_path):
         (["generate", "x", "-N", "many"], "num_speculative_tokens='many'"),
         (["generate", "x", "--temperature", "-1"], "temperature=-1"),
         (["generate", "x", "--target", "nowhere/at-all"], "draft is missing"),
-        (["generate", "x", "--target", "./nowhere", "--draft", "./nowhere"], "target='./nowhere' cannot be loaded"),
+        (["generate", "x", "--target", "./nowhere", "--draft", "./nowhere"], "the folder './nowhere' does not exist"),
         (["generate", "x " * 600], "shorten the prompt"),
         (["generate", "--file", "/no/such/file"], "file='/no/such/file'"),
         (["bench", "-N", "0"], "num_speculative_tokens=0"),
