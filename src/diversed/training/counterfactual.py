@@ -34,9 +34,7 @@ def policy(state: State, settings: TrainSettings) -> Verifier:
     return Lossless() if warm else LearnedEnsemble(state.head)
 
 
-def collect(
-    pair: ModelPair, task: Task, state: State, settings: TrainSettings, draws: Draws, target_reward: float
-) -> Labels:
+def collect(pair: ModelPair, task: Task, state: State, settings: TrainSettings, draws: Draws) -> Labels:
     """Roll out, pick states, finish both branches."""
     verifier, sampling = policy(state, settings), settings.sampling
     out = complete(pair, task, draws, verifier, sampling, bonus="verifier", trace=True)

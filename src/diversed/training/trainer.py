@@ -240,9 +240,7 @@ def one_step(run: Run, state: State, batches: list[Rollouts | Labels]) -> Row:
         batch = kind.load(path)
     else:
         mine = draws(run, state.step).share(run.accelerator.process_index, run.accelerator.num_processes)
-        batch = kind.join(
-            gathered(run, objective.collect(run.pair, run.train, state, settings, mine, run.target["reward"]))
-        )
+        batch = kind.join(gathered(run, objective.collect(run.pair, run.train, state, settings, mine)))
         if run.accelerator.is_main_process:
             keep_batch(path, batch)
     rolled = time.perf_counter()
