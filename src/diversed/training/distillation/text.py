@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diversed.engine import ModelPair, generate
-from diversed.engine.prompts import encode_prompts
+from diversed.engine.prompts import encode_prompts, pad
 from diversed.engine.stopping import Stopping
 
 Prompt = str | Sequence[Mapping[str, str]]  #: text to continue, or a chat
@@ -124,7 +124,7 @@ def sampled_sequences(
             break
         batch = waiting[start : start + batch_size]
         chosen = [prompts[jobs[j][0]] or [] for j in batch]
-        width = max(map(len, chosen))
+        input_ids, attention_mask = pad(chosen)
         tokens: list[list[int]] = [[] for _ in batch]
 
         def collect(index: int, new: list[int], tokens: list[list[int]] = tokens) -> None:
@@ -135,8 +135,8 @@ def sampled_sequences(
         with contextlib.suppress(OutOfTimeError):
             generate(
                 pair,
-                input_ids=torch.tensor([[0] * (width - len(ids)) + ids for ids in chosen]),
-                attention_mask=torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in chosen]),
+                input_ids=input_ids,
+                attention_mask=attention_mask,
                 num_speculative_tokens=0,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
