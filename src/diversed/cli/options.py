@@ -130,15 +130,16 @@ def has_chat_template(pair: Any) -> bool:
     return bool(getattr(pair.tokenizer, "chat_template", None))
 
 
-def progress_bar() -> Progress:
+def progress_bar(*more: TextColumn, transient: bool = True) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
+        *more,
         console=notes,
-        transient=True,
+        transient=transient,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 
 from diversed.cli.options import (
     TASK_HELP,
@@ -27,9 +27,10 @@ from diversed.cli.options import (
     console,
     has_chat_template,
     load_pair,
-    notes,
+    progress_bar,
 )
 
+FIGURES = TextColumn("{task.fields[figures]}")  # of the last step, behind a progress bar
 ResumeOption = Annotated[bool, typer.Option(help="Go on with the run in --output-dir, as if never interrupted.")]
 
 
@@ -134,7 +135,7 @@ def train(
     train_task = load_task(task, split="train", n=train_n, **known)
     validation = load_task(task, split="validation", **known)
     validation = replace(validation, examples=validation.examples[:validation_n])
-    with step_bar() as bar:
+    with progress_bar(FIGURES, transient=False) as bar:
         job = bar.add_task("training", total=steps, figures="")
 
         def show(step: int, row: dict[str, Any]) -> None:
@@ -224,18 +225,6 @@ def this_process_gpu() -> str | None:
     import torch
 
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else None
-
-
-def step_bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
-        console=notes,
-    )
 
 
 def step_figures(row: dict[str, Any]) -> str:
@@ -347,7 +336,7 @@ def distill(
             "the other, the second time with --draft"
         )
     settings = replace(settings, max_new_tokens=longest, stop_strings=next(iter(stops)))
-    with step_bar() as bar:
+    with progress_bar(FIGURES, transient=False) as bar:
         job = bar.add_task("distilling", total=steps, figures="")
 
         def show(step: int, total: int, row: dict[str, Any]) -> None:
