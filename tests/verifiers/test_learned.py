@@ -183,6 +183,14 @@ def test_an_unnamed_head_saves_with_a_card_as_well(tmp_path: Path) -> None:
     assert LearnedEnsemble.from_pretrained(tmp_path).head.pair == {}
 
 
+def test_a_training_runs_folder_stands_for_its_head(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"run": {}}')
+    with pytest.raises(ValueError, match=r"source='.*' holds no head: give a folder with config.json and model"):
+        LearnedEnsemble.from_pretrained(tmp_path)
+    LearnedEnsemble(EnsembleHead(5, 3, task="sums")).save_pretrained(tmp_path / "head")
+    assert LearnedEnsemble.from_pretrained(tmp_path).head.task == "sums"
+
+
 FITS = {
     "target": "big/target",
     "draft": "small/draft",

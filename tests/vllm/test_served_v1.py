@@ -9,6 +9,7 @@ import torch
 from common import FREE_CHOICE, N, counters, distributions, fit, make_llm, nu_after, verifier
 
 from diversed import generate
+from diversed.engine.prompts import pad
 from diversed.tasks import load_task
 from diversed.tasks.contract import judge
 from diversed.vllm.phases import inside_after
@@ -137,13 +138,6 @@ def test_sampling_agrees_with_the_native_engine(llm, pair, setting):
     a, b = sum(mine) / 500, sum(theirs) / 500
     print(f"{setting}: first-position acceptance {rate:.3f} and {native_rate:.3f}, accuracy {a:.3f} and {b:.3f}")
     assert abs(a - b) < 4 * ((a * (1 - a) + b * (1 - b) + 0.01) / 500) ** 0.5
-
-
-def pad(ids):
-    """Rows of ids to a left-padded tensor and its mask."""
-    longest = max(map(len, ids))
-    rows = [([0] * (longest - len(row)) + row, [0] * (longest - len(row)) + [1] * len(row)) for row in ids]
-    return (torch.tensor(x) for x in zip(*rows, strict=True))
 
 
 def test_quality_one_is_untouched_beside_relaxed_requests(llm, prompts):

@@ -30,15 +30,19 @@ DIAL = (0.0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98, 1.0)
 
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders of diversed bench or eval, searched below too.")],
-    output_dir: Annotated[Path, typer.Option(help="Where report.md, report.html and pictures/ go.")] = Path(
-        "runs/report"
-    ),
+    output_dir: Annotated[
+        Path,
+        typer.Option(
+            help="Where report.html, report.md and pictures/ go; relative to the current folder, not to the benches'."
+        ),
+    ] = Path("runs/report"),
     json_file: JsonOption = None,
 ) -> None:
     """Tables, pictures and statements of one bench or several: as Markdown and as one self-contained HTML page.
 
     Everything is recomputed from the measurements. Statements appear only where 95 % intervals separate; a bench that
-    was interrupted is reported as far as it went, with what is missing.
+    was interrupted is reported as far as it went, with what is missing. The benches' folders stay as they are: the
+    report goes to --output-dir.
 
       diversed report runs/shop runs/tally --output-dir runs/report
     """
@@ -49,7 +53,7 @@ def report(
     markdown, page = write_report(report_blocks(benches), output_dir)
     if json_file is not None:
         write_json([row for bench in benches for row in bench.rows], json_file)
-    console.print(f"report: {page}   Markdown: {markdown}")
+    console.print(f"report: {page}   Markdown: {markdown}   pictures: {output_dir / 'pictures'}", soft_wrap=True)
 
 
 def plan(
@@ -144,9 +148,10 @@ def calibrate(
     from diversed.evaluation.calibrate import calibration_of
     from diversed.evaluation.settings import TARGET_ONLY, Setting, load_verifier
     from diversed.evaluation.sweep import Plan
+    from diversed.verifiers.learned import head_folder
 
-    folder = head / "head" if (head / "head").is_dir() else head
     target, draft, task, reward = of_the_run(head, target, draft, task, reward)
+    folder = head_folder(head, "head")
     settings = [Setting(TARGET_ONLY, None, 0, temperature)]
     settings += [Setting(str(folder), q, num_speculative_tokens, temperature) for q in quality or DIAL]
     rows, _ = run_sweep(

@@ -9,8 +9,8 @@ import typer
 from rich.text import Text
 
 from diversed.cli.options import (
-    ORIGIN_STYLES,
     TASK_HELP,
+    VERIFIER_HELP,
     DataOption,
     DeviceOption,
     DraftOption,
@@ -23,6 +23,7 @@ from diversed.cli.options import (
     coloured,
     console,
     has_chat_template,
+    legend,
     load_pair,
     progress_bar,
 )
@@ -79,10 +80,7 @@ def show_sample(task_name: str, head: str, seed: int) -> None:
     assert out.trace is not None
     console.print(Text(f"\n{task.examples[0].prompt}", style="dim"), end="")
     console.print(coloured(pair, out.trace[0]))
-    legend = Text("tokens: ")
-    for origin, style in ORIGIN_STYLES.items():
-        legend.append(f"{origin} ", style=style)
-    console.print(legend)
+    console.print(legend())
 
 
 def bench(
@@ -98,9 +96,8 @@ def bench(
     verifier: Annotated[
         list[str] | None,
         typer.Option(
-            help="Repeat for several: lossless, block, static:W, learned, the folder of a head or of a training run, a "
-            "rival (lenience:L, cascade-opt:A, cascade-token:A, cactus:D, fuzzy-js:X, typical:E, topk:K,R, ...), "
-            "control:NAME (samples from nu, no verification). Default: a spread."
+            help=f"{VERIFIER_HELP} Also control:NAME (samples from nu, no verification). Repeat for several. Default: "
+            "a spread."
         ),
     ] = None,
     rivals: Annotated[bool, typer.Option(help="Also every rival from the literature, each at a few knobs.")] = False,

@@ -19,12 +19,14 @@ TargetOption = Annotated[
     str | None, typer.Option(help="Target: folder, Hub id or GGUF file. The embedded pair if not given.")
 ]
 DraftOption = Annotated[str | None, typer.Option(help="Draft of the same family. Give both or neither.")]
-VerifierOption = Annotated[
-    str,
-    typer.Option(
-        help="lossless, static:W (weight W on the target), learned (the embedded head), or a head's folder or Hub id."
-    ),
-]
+# Written out, since the names themselves (evaluation.settings.RULES) come with torch, too slow for --help.
+VERIFIER_HELP = (
+    "lossless; static:W (weight W on the target); learned (the embedded head); the folder of a head or of a training "
+    "run, or a head's Hub id; a rule without training (entropy:H, favourite:X, acceptance:R); block, block:NAME (block "
+    "verification, of another verifier); or a rival (lenience:L, cascade-opt:A, cascade-token:A, cactus:D, fuzzy-kl:X, "
+    "fuzzy-js:X, fuzzy-tv:X, typical:E, topk:K,R)."
+)
+VerifierOption = Annotated[str, typer.Option(help=VERIFIER_HELP)]
 QualityOption = Annotated[
     float | None,
     typer.Option(help="The dial, 0 to 1: 0.5 is the verifier as it is, 1 exactly the target, 0 takes every draft."),
@@ -103,17 +105,19 @@ def pick_verifier(
     spec: str, quality: float | None, min_quality: float | None = None, max_normalised_time: float | None = None
 ) -> Any:
     """A verifier by its name, at a setting of the dial, or at the one that a calibrated head's wish asks for."""
-    from diversed.evaluation.settings import Setting, load_verifier
+    from diversed.evaluation.settings import at_quality, load_verifier
     from diversed.verifiers import LearnedEnsemble
+    from diversed.verifiers.ensemble import check_fraction
 
+    if quality is not None:
+        check_fraction("quality", quality)
     if min_quality is not None or max_normalised_time is not None:
         learned = load_verifier(spec)
         if not isinstance(learned, LearnedEnsemble):
             raise ValueError(f"min_quality, max_normalised_time: {spec} has no calibration; choose a calibrated head")
         return learned.at(quality=quality, min_quality=min_quality, max_normalised_time=max_normalised_time)
-    if quality is None:
-        return load_verifier(spec)
-    return Setting(spec, quality).prepare(None)[1]["verifier"]  # type: ignore[arg-type]
+    verifier = load_verifier(spec)
+    return verifier if quality is None else at_quality(verifier, quality, spec)
 
 
 def check_dtype(dtype: str) -> str:
@@ -126,15 +130,16 @@ def has_chat_template(pair: Any) -> bool:
     return bool(getattr(pair.tokenizer, "chat_template", None))
 
 
-def progress_bar() -> Progress:
+def progress_bar(*more: TextColumn, transient: bool = True) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
+        *more,
         console=notes,
-        transient=True,
+        transient=transient,
     )
 
 
@@ -143,4 +148,12 @@ def coloured(pair: Any, trace: Any) -> Text:
     text = Text()
     for token, origin in zip(trace.token_ids.tolist(), trace.origin, strict=True):
         text.append(pair.tokenizer.decode([token], skip_special_tokens=True), style=ORIGIN_STYLES[origin])
+    return text
+
+
+def legend() -> Text:
+    """What the colours of :func:`coloured` mean, in a line."""
+    text = Text("tokens: ")
+    for origin, style in ORIGIN_STYLES.items():
+        text.append(f"{origin} ", style=style)
     return text

@@ -24,6 +24,7 @@ from diversed.cli.options import (
     VerifierOption,
     coloured,
     console,
+    legend,
     load_pair,
     notes,
     pick_verifier,
@@ -68,8 +69,8 @@ def generate(
     from diversed.evaluation.show import write_json
 
     text = read_prompt(prompt, file)
-    pair = load_pair(target, draft, dtype, device, compiled=compiled)
     chosen = pick_verifier(verifier, quality, min_quality, max_normalised_time)
+    pair = load_pair(target, draft, dtype, device, compiled=compiled)
     if min_quality is not None or max_normalised_time is not None:
         quality = chosen.quality
     kind: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat_template else {"prompts": [text]}
@@ -93,6 +94,7 @@ def generate(
     if origins:
         assert out.trace is not None
         console.print(coloured(pair, out.trace[0]))
+        notes.print(legend())
     else:
         printer.finish(out.texts[0])
     notes.print(figures(out), style="dim")
@@ -219,8 +221,8 @@ def chat(
     from diversed.engine import generate as run
     from diversed.evaluation.show import write_json
 
-    pair = load_pair(target, draft, dtype, device, compiled=compiled)
     chosen = pick_verifier(verifier, quality)
+    pair = load_pair(target, draft, dtype, device, compiled=compiled)
     start: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     history, rows = list(start), list[dict[str, Any]]()
     interactive = sys.stdin.isatty()

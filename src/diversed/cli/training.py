@@ -7,12 +7,13 @@ import inspect
 import json
 import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 
 from diversed.cli.options import (
     TASK_HELP,
@@ -26,10 +27,10 @@ from diversed.cli.options import (
     console,
     has_chat_template,
     load_pair,
-    notes,
+    progress_bar,
 )
 
-BudgetOption = Annotated[str | None, typer.Option(help="Stop in time with the best so far: 90s, 30m, 2h.")]
+FIGURES = TextColumn("{task.fields[figures]}")  # of the last step, behind a progress bar
 ResumeOption = Annotated[bool, typer.Option(help="Go on with the run in --output-dir, as if never interrupted.")]
 
 
@@ -71,7 +72,14 @@ def train(
         typer.Option("--set", help="Any further setting of TrainSettings, NAME=VALUE: --set learning_rate=0.01."),
     ] = None,
     train_n: Annotated[int | None, typer.Option(help="Train on the first so many prompts only.")] = None,
-    budget: BudgetOption = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Stop in time with the best head so far: 90s, 30m, 2h. Everything counts: loading, the target's "
+            "baseline on the validation prompts, steps, validations. The baseline, one step and one validation (every "
+            "prompt at every dial setting) are the least a run takes; a smaller --validation-n makes that less."
+        ),
+    ] = None,
     resume: ResumeOption = False,
     trackers: Annotated[str | None, typer.Option(help="tensorboard, trackio, wandb, ... through accelerate.")] = None,
     data_dir: DataOption = None,
@@ -90,6 +98,7 @@ def train(
 
       diversed train --target big/ --draft small/ --task my_task.py --objective montecarlo --features --no-hidden
     """
+    began = time.perf_counter()
     from diversed.evaluation.show import write_json
     from diversed.tasks import load_task
     from diversed.training.run_folder import read_rows
@@ -126,7 +135,7 @@ def train(
     train_task = load_task(task, split="train", n=train_n, **known)
     validation = load_task(task, split="validation", **known)
     validation = replace(validation, examples=validation.examples[:validation_n])
-    with step_bar() as bar:
+    with progress_bar(FIGURES, transient=False) as bar:
         job = bar.add_task("training", total=steps, figures="")
 
         def show(step: int, row: dict[str, Any]) -> None:
@@ -139,7 +148,7 @@ def train(
             settings,
             output_dir,
             resume=resume,
-            budget=seconds,
+            budget=left_of(seconds, began),
             trackers=trackers,
             source={"task": task, "reward": reward},
             progress=show,
@@ -150,6 +159,21 @@ def train(
         f"against {best['target_score']:.3f} lossless, acceptance per position {best['position_acceptance']:.3f} "
         f"(validation, n = {best['n']})"
     )
+    if best["reward"] < result.floor:
+        console.print(
+            f"no point of the dial met the tolerance: the best head's reward {best['reward']:.3f} is "
+            f"{result.floor - best['reward']:.2g} below the {result.floor:.3f} that --tolerance {tolerance:g} asks "
+            "for. Try more --steps, another --objective, or a larger --tolerance.",
+            style="yellow",
+            soft_wrap=True,
+        )
+    took = time.perf_counter() - began
+    if seconds is not None and result.stopped == "budget" and took > 1.1 * seconds:
+        console.print(
+            f"the budget of {seconds:g} s became {took:.0f} s: the baseline, one step and one validation are the "
+            f"least a run takes. Lower --validation-n ({validation_n}) or --prompts-per-step ({prompts_per_step}).",
+            soft_wrap=True,
+        )
     console.print(f"head: {result.folder / 'head'}   next: diversed eval {result.folder}")
     if json_file is not None:
         write_json(read_rows(result.folder / "validation.jsonl"), json_file)
@@ -191,23 +215,16 @@ def parse_duration(text: str | None) -> float | None:
     return seconds
 
 
+def left_of(budget: float | None, began: float) -> float | None:
+    """What is left of a budget that began at that time."""
+    return None if budget is None else max(1e-3, budget - (time.perf_counter() - began))
+
+
 def this_process_gpu() -> str | None:
     """The GPU of this process where there is one; accelerate's launcher numbers processes by LOCAL_RANK."""
     import torch
 
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else None
-
-
-def step_bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
-        console=notes,
-    )
 
 
 def step_figures(row: dict[str, Any]) -> str:
@@ -249,7 +266,12 @@ def distill(
     max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 512,
     train_n: Annotated[int | None, typer.Option(help="The first so many prompts of each task only.")] = None,
     held_out_n: Annotated[int, typer.Option(help="Validation prompts of each task for the measure; 0: none.")] = 50,
-    budget: BudgetOption = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Stop in time with the draft so far: 90s, 30m, 2h. Everything counts: loading, sampling, measuring."
+        ),
+    ] = None,
     resume: ResumeOption = False,
     data_dir: DataOption = None,
     dtype: DtypeOption = "auto",
@@ -267,6 +289,7 @@ def distill(
       diversed distill --target big/ --task cnndm --task xsum --layers 0,1,28,29 --budget 1h --output-dir runs/draft
       diversed bench --target big/ --draft runs/draft/draft --task cnndm
     """
+    began = time.perf_counter()
     from diversed.evaluation.show import write_json
     from diversed.pairs import DRAFT, TARGET
     from diversed.tasks import load_task
@@ -288,8 +311,8 @@ def distill(
         learning_rate=learning_rate,
         max_prompt_tokens=max_prompt_tokens,
         seed=seed,
-        budget_seconds=parse_duration(budget),
     )
+    seconds = parse_duration(budget)
     home = device or this_process_gpu()
     pair = load_pair(target, draft, dtype, home, packed=False) if draft else load_alone(target, dtype, home)
     prompts: list[Any] = []
@@ -312,7 +335,8 @@ def distill(
             f"task: the answers of {' and '.join(stops.values())} end at different stop strings; distil on one after "
             "the other, the second time with --draft"
         )
-    with step_bar() as bar:
+    settings = replace(settings, max_new_tokens=longest, stop_strings=next(iter(stops)))
+    with progress_bar(FIGURES, transient=False) as bar:
         job = bar.add_task("distilling", total=steps, figures="")
 
         def show(step: int, total: int, row: dict[str, Any]) -> None:
@@ -324,7 +348,7 @@ def distill(
             None if draft is None else pair.draft,
             pair.tokenizer,
             prompts,
-            replace(settings, max_new_tokens=longest, stop_strings=next(iter(stops))),
+            replace(settings, budget_seconds=left_of(seconds, began)),
             output_dir,
             given=references if text != "target" else None,
             held_out_prompts=held_out,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,12 +162,17 @@ class ModelPair:
 
 
 def split_gguf(source: str | Path) -> tuple[str, dict[str, str]]:
-    """``folder/model.gguf`` to (folder, {"gguf_file": "model.gguf"}); anything else to (source, {})."""
-    text = str(source)
+    """``folder/model.gguf`` to (folder, {"gguf_file": "model.gguf"}); anything else to (source, {}). ``~`` is home."""
+    text = os.path.expanduser(source)
     if text.endswith(".gguf"):
         folder, _, file = text.rpartition("/")
         return folder or ".", {"gguf_file": file}
     return text, {}
+
+
+def is_path(source: str) -> bool:
+    """Whether a name can only be that of a folder: Hub ids have the form ``user/repo``."""
+    return source.startswith((os.sep, ".", "~")) or source.endswith(os.sep) or source.count(os.sep) > 1
 
 
 def load_tokenizer(source: str | Path, role: str) -> PreTrainedTokenizerBase:
@@ -186,14 +192,17 @@ def load_model(source: str | Path, role: str, **kwargs: Any) -> PreTrainedModel:
 @contextlib.contextmanager
 def clear_load_error(source: str | Path, role: str) -> Iterator[None]:
     """Turn the long errors of a failed download or a missing folder into one that names the argument."""
+    what_to_give = "Give a folder with a transformers model, a GGUF file, or a Hub id that this machine can reach."
+    folder, _ = split_gguf(source)
+    if is_path(folder) and not Path(folder).exists():
+        raise ValueError(
+            f"{role}={str(source)!r} cannot be loaded: the folder {folder!r} does not exist. {what_to_give}"
+        )
     try:
         yield
     except (OSError, ImportError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{role}={str(source)!r} cannot be loaded ({reason}). "
-            "Give a folder with a transformers model, a GGUF file, or a Hub id that this machine can reach."
-        ) from error
+        raise ValueError(f"{role}={str(source)!r} cannot be loaded ({reason}). {what_to_give}") from error
 
 
 def check_same_tokenizer(

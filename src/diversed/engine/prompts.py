@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diversed.engine.pair import ModelPair
@@ -60,6 +61,13 @@ def tokenizer_of(pair: ModelPair, argument: str) -> Any:
             f"{argument} needs a tokenizer and this pair has none: pass input_ids= or ModelPair(..., tokenizer)"
         )
     return pair.tokenizer
+
+
+def pad(sequences: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """Sequences of several lengths as one left-padded [batch, tokens] tensor, and its attention mask."""
+    width = max(map(len, sequences))
+    padded = torch.tensor([[0] * (width - len(ids)) + ids for ids in sequences])
+    return padded, torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in sequences])
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

@@ -28,6 +28,7 @@ from diversed.verifiers import (
     Verifier,
 )
 from diversed.verifiers.ensemble import check_fraction
+from diversed.verifiers.learned import head_folder
 
 RULES: dict[str, tuple[Callable[..., Verifier], str]] = {
     "static": (lambda weight: StaticEnsemble(weight), "a weight on the target between 0 and 1, say static:0.7"),
@@ -89,19 +90,27 @@ def load_verifier(spec: str) -> Verifier:
         from diversed.pairs import HEADS
 
         return LearnedEnsemble.from_pretrained(_head_folder(HEADS, argument or "shop", spec))
-    if (Path(spec) / "config.json").is_file() and (Path(spec) / "head").is_dir():
-        return load_verifier(str(Path(spec) / "head"))  # a training run's folder
     if not Path(spec).is_dir() and spec.count("/") != 1:
         raise ValueError(
             f"verifier={spec!r} is unknown: use lossless, block, {':X, '.join(RULES)}:X, learned (the embedded pair's "
             "head), or the folder or Hub id of a trained head or a training run"
         )
+    folder = head_folder(spec, "verifier")
     try:
-        return LearnedEnsemble.from_pretrained(spec)
+        return LearnedEnsemble.from_pretrained(folder)
     except Exception as error:  # huggingface_hub and safetensors raise a dozen kinds
         raise ValueError(
             f"verifier={spec!r} holds no head ({str(error).splitlines()[0]}): needs config.json and model.safetensors"
         ) from error
+
+
+def at_quality(verifier: Verifier, quality: float, spec: str) -> Verifier:
+    """A verifier with its dial turned; ``spec`` is its name."""
+    inner = verifier.verifier if isinstance(verifier, BlockVerification) else verifier
+    if not isinstance(inner, StaticEnsemble | LearnedEnsemble):
+        raise ValueError(f"quality: {spec} has no dial; choose static:W or a learned head")
+    turned: Verifier = verifier.at(quality=quality)  # type: ignore[attr-defined]
+    return turned
 
 
 def head_of(spec: str) -> LearnedEnsemble | None:
@@ -145,6 +154,10 @@ class Setting:
     quality: float | None = None
     num_speculative_tokens: int = 5
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.quality is not None:
+            check_fraction("quality", self.quality)
 
     @property
     def speculates(self) -> bool:
@@ -201,10 +214,7 @@ class Setting:
             return pair, common | {"num_speculative_tokens": self.num_speculative_tokens}
         verifier = load_verifier(self.verifier.removeprefix(CONTROL))
         if self.quality is not None:
-            inner = verifier.verifier if isinstance(verifier, BlockVerification) else verifier
-            if not isinstance(inner, StaticEnsemble | LearnedEnsemble):
-                raise ValueError(f"quality: {self.verifier} has no dial; choose static:W or a learned head")
-            verifier = verifier.at(quality=self.quality)  # type: ignore[attr-defined]
+            verifier = at_quality(verifier, self.quality, self.verifier)
         if self.is_control:
             return pair, common | {"verifier": verifier, "num_speculative_tokens": 0, "bonus": "verifier"}
         return pair, common | {"verifier": verifier, "num_speculative_tokens": self.num_speculative_tokens}

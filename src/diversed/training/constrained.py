@@ -29,7 +29,7 @@ def learn(state: State, batches: list[Rollouts], settings: TrainSettings, target
     if state.reward_average is None:
         state.reward_average, state.log_multiplier = reward, -math.log(first)
     state.reward_average = AVERAGE * state.reward_average + (1 - AVERAGE) * reward
-    floor = target_reward - settings.tolerance * abs(target_reward)
+    floor = settings.floor(target_reward)
     violation = (floor - state.reward_average) / (abs(target_reward) or 1.0)
     bound = math.log(RANGE)
     moved = state.log_multiplier + math.log(first) + settings.dual_rate * violation

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from diversed.engine import ModelPair, generate
 from diversed.engine.decoder import Decoder
+from diversed.engine.prompts import pad
 from diversed.engine.stopping import Stopping
 from diversed.tasks import Task, judge
 from diversed.training.regression import Labels, fit
@@ -34,9 +35,7 @@ def policy(state: State, settings: TrainSettings) -> Verifier:
     return Lossless() if warm else LearnedEnsemble(state.head)
 
 
-def collect(
-    pair: ModelPair, task: Task, state: State, settings: TrainSettings, draws: Draws, target_reward: float
-) -> Labels:
+def collect(pair: ModelPair, task: Task, state: State, settings: TrainSettings, draws: Draws) -> Labels:
     """Roll out, pick states, finish both branches."""
     verifier, sampling = policy(state, settings), settings.sampling
     out = complete(pair, task, draws, verifier, sampling, bonus="verifier", trace=True)
@@ -141,13 +140,11 @@ def finish(
     # Those with most to write first, so that a batch ends together.
     going.sort(key=lambda i: -room[i])
     if going:
-        width = max(len(whole[i]) for i in going)
-        ids = torch.tensor([[0] * (width - len(whole[i])) + whole[i] for i in going])
-        mask = torch.tensor([[0] * (width - len(whole[i])) + [1] * len(whole[i]) for i in going])
+        input_ids, attention_mask = pad([whole[i] for i in going])
         out = generate(
             pair,
-            input_ids=ids,
-            attention_mask=mask,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
             verifier=verifier,
             num_speculative_tokens=settings.num_speculative_tokens,
             temperature=settings.temperature,

@@ -44,9 +44,7 @@ class Softened(Ensemble):
         return LOW + (HIGH - LOW) * self.inner.weight(target_probs, draft_probs, target_hidden, draft_hidden)
 
 
-def collect(
-    pair: ModelPair, task: Task, state: State, settings: TrainSettings, draws: Draws, target_reward: float
-) -> Rollouts:
+def collect(pair: ModelPair, task: Task, state: State, settings: TrainSettings, draws: Draws) -> Rollouts:
     """Roll out the softened policy."""
     chosen = policy(state, settings)
     inner = chosen if isinstance(chosen, LearnedEnsemble) else None

@@ -17,9 +17,7 @@ from diversed.training.state import State
 from diversed.verifiers import LearnedEnsemble
 
 
-def collect(
-    pair: ModelPair, task: Task, state: State, settings: TrainSettings, draws: Draws, target_reward: float
-) -> Rollouts:
+def collect(pair: ModelPair, task: Task, state: State, settings: TrainSettings, draws: Draws) -> Rollouts:
     """Roll out the head as it is."""
     return roll_out(pair, task, draws, state.head, LearnedEnsemble(state.head), settings.sampling)
 

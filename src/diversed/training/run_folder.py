@@ -83,11 +83,15 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in whole.split("\n") if line]
 
 
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """A JSONL file anew, whole or not at all."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
 def keep_rows_before(path: Path, step: int) -> None:
     """Drop what was logged after the checkpoint that a resumed run starts from."""
-    rows = [row for row in read_rows(path) if row["step"] <= step]
     if path.exists():
-        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, [row for row in read_rows(path) if row["step"] <= step])
 
 
 def versions() -> Row:

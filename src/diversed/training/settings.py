@@ -117,6 +117,10 @@ class TrainSettings:
     def sampling(self) -> Sampling:
         return Sampling(self.num_speculative_tokens, self.temperature, self.batch_size)
 
+    def floor(self, target_reward: float) -> float:
+        """The reward that the tolerance asks for."""
+        return target_reward - self.tolerance * abs(target_reward)
+
 
 def differences(old: dict[str, object], new: dict[str, object]) -> str:
     """Where two records disagree, in words; empty where they do not."""

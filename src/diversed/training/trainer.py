@@ -54,6 +54,7 @@ class Result:
     best: Row  #: its validation row; ``quality`` there is that of the dial before it was moved to 1/2
     steps: int
     stopped: str  #: "steps", "budget" or "patience"
+    floor: float  #: the reward that the tolerance asks for; ``best`` lies below it where no point of the dial met it
     folder: Path
 
 
@@ -90,8 +91,9 @@ def train(
         train_task, validation_task: the same task on two splits; heads are chosen on the second.
         folder: the run's folder (run_folder.py).
         resume: go on with the run in ``folder``; its numbers are those of an uninterrupted run.
-        budget: seconds of this call after which to stop, everything included, with the best head so far. One step and
-            one validation are taken in any case.
+        budget: seconds of this call after which to stop with the best head so far. Everything counts: the target's
+            baseline on the validation prompts, steps, validations and what is written at the end. The baseline, one
+            step and one validation are taken in any case.
         trackers: of accelerate: tensorboard, trackio, wandb, ...
         source: where the task can be found again (``task``, ``reward``, as the command line has them); for ``eval``.
         progress: called after every step with its number and metrics.
@@ -142,23 +144,27 @@ def train(
             keep_rows_before(run.folder / name, state.step)
     batches = load_batches(run, state.step)
     stopped = "steps"
-    slowest = 0.0
-    checking = len(set(settings.qualities)) * run.target["seconds"]  # what a validation takes, as far as is known
+    # In seconds, as far as is known: a step's rollouts, learning per batch learned from, a validation.
+    rollouts, learning, checking = 0.0, 0.0, len(set(settings.qualities)) * run.target["seconds"]
     while state.step < settings.steps:
-        # The next step, and the validation that may follow it or must still come.
-        check = not state.best or due(settings, state.step + 1)
-        needed = time.perf_counter() - run.started + 1.2 * (slowest + checking * check)
-        if budget is not None and state.step and agreed(run, needed > budget):
+        # The next step, with the fit and the validation that follow it or must still come.
+        after = state.step + 1
+        check = not state.best or due(settings, after)
+        learn_from = (1 if settings.objective in ON_POLICY else after) * (check or fits(settings, after))
+        needed = time.perf_counter() - run.started + 1.2 * (rollouts + learning * learn_from + checking * check)
+        if budget is not None and state.step and agreed(run, needed > budget - closing(budget)):
             stopped = "budget"
             break
         if state.early_stop:
             stopped = "patience"
             break
-        began = time.perf_counter()
         row = one_step(run, state, batches)
-        slowest = max(slowest, time.perf_counter() - began)
+        rollouts = max(rollouts, row["rollout_seconds"])
+        learning = max(learning, (row["seconds"] - row["rollout_seconds"]) / len(batches))
         if due(settings, state.step):
+            began = time.perf_counter()
             validate(run, state)
+            checking = time.perf_counter() - began
         state.seconds = earlier + time.perf_counter() - run.started
         if accelerator.is_main_process:
             append_row(run.folder / "metrics.jsonl", row)
@@ -176,12 +182,22 @@ def train(
     if trackers:
         accelerator.end_training()
     best_head = LearnedEnsemble.from_pretrained(run.folder / "head").head
-    return Result(best_head, state.best, state.step, stopped, run.folder)
+    return Result(best_head, state.best, state.step, stopped, settings.floor(run.target["reward"]), run.folder)
 
 
 def due(settings: TrainSettings, step: int) -> bool:
     """Whether a validation follows that many steps."""
     return step % settings.validate_every == 0 or step == settings.steps
+
+
+def fits(settings: TrainSettings, step: int) -> bool:
+    """Whether the head is fitted at the end of that step."""
+    return settings.objective in ON_POLICY or step % settings.fit_every == 0 or due(settings, step)
+
+
+def closing(budget: float) -> float:
+    """What checkpoint, curves and the like at the end may take of a budget."""
+    return min(3.0, 0.1 * budget)
 
 
 def agreed(run: Run, decision: bool) -> bool:
@@ -224,9 +240,7 @@ def one_step(run: Run, state: State, batches: list[Rollouts | Labels]) -> Row:
         batch = kind.load(path)
     else:
         mine = draws(run, state.step).share(run.accelerator.process_index, run.accelerator.num_processes)
-        batch = kind.join(
-            gathered(run, objective.collect(run.pair, run.train, state, settings, mine, run.target["reward"]))
-        )
+        batch = kind.join(gathered(run, objective.collect(run.pair, run.train, state, settings, mine)))
         if run.accelerator.is_main_process:
             keep_batch(path, batch)
     rolled = time.perf_counter()
@@ -234,8 +248,7 @@ def one_step(run: Run, state: State, batches: list[Rollouts | Labels]) -> Row:
         batches.clear()
     batches.append(batch)
     figures: Row = {}
-    step = state.step + 1
-    if settings.objective in ON_POLICY or step % settings.fit_every == 0 or due(settings, step):
+    if fits(settings, state.step + 1):
         figures = objective.learn(state, batches, settings, run.target["reward"])
     if settings.objective in ON_POLICY:
         state.schedule.step()
@@ -366,7 +379,7 @@ def validate(run: Run, state: State) -> None:
     none, the highest reward.
     """
     settings = run.settings
-    floor = run.target["reward"] - settings.tolerance * abs(run.target["reward"])
+    floor = settings.floor(run.target["reward"])
     verifier = LearnedEnsemble(state.head)
     rows = []
     for quality in sorted(set(settings.qualities), reverse=True):

@@ -185,6 +185,24 @@ class EnsembleHead(
         return super().generate_model_card(*args, **details, **kwargs)
 
 
+def head_folder(source: str | Path, name: str = "source") -> str | Path:
+    """Where a head lies: in ``head`` below a training run's folder, else at the source itself.
+
+    Raises:
+        ValueError: a folder without a head; ``name`` is what the user calls the argument.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        return source  # a Hub id
+    found = next((f for f in (folder, folder / "head") if (f / "model.safetensors").is_file()), None)
+    if found is None:
+        raise ValueError(
+            f"{name}={str(source)!r} holds no head: give a folder with config.json and model.safetensors, or that of a "
+            "training run that got as far as its first validation"
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class LearnedEnsemble(Ensemble):
     """nu = w p + (1 - w) q with w = sigmoid(head + log-odds of quality) at each position.
@@ -251,7 +269,8 @@ class LearnedEnsemble(Ensemble):
 
     @classmethod
     def from_pretrained(cls, source: str | Path, *, same_names: bool = True, **kwargs: Any) -> Self:
-        """Load a head from a folder or the Hub (``model.safetensors`` and ``config.json``)."""
+        """Load a head from a folder, a training run's folder or the Hub (``model.safetensors`` and ``config.json``)."""
+        source = head_folder(source)
         with contextlib.redirect_stdout(io.StringIO()):  # the mixin announces itself where a command's text should be
             head = EnsembleHead.from_pretrained(source, **kwargs)
         where = {k: v for k, v in kwargs.items() if k in ("revision", "token", "cache_dir", "local_files_only")}

@@ -313,7 +313,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path, lora_rank: int
         assert torch.equal(a, b)
     assert (again.before, again.after) == (straight.before, straight.after)
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")
-    for name in ("texts.jsonl", "held-out.jsonl", "run.json"):
+    for name in ("texts.jsonl", "held-out.jsonl", "config.json"):
         assert (tmp_path / "killed" / name).read_text() == (tmp_path / "straight" / name).read_text()
     run(tmp_path / "killed", settings, resume=True)  # nothing left to do
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")
@@ -384,20 +384,18 @@ def test_the_budget_stops_in_time_and_the_draft_is_there(tmp_path: Path):
 def test_a_folder_with_another_run_is_refused(tmp_path: Path):
     settings = dataclasses.replace(QUICK, steps=1)
     run(tmp_path / "run", settings)
-    with pytest.raises(ValueError, match=r"output_dir=.* holds this run already: pass resume=True"):
+    with pytest.raises(ValueError, match=r"output_dir=.* holds this run already: add --resume"):
         run(tmp_path / "run", settings)
     other = dataclasses.replace(settings, learning_rate=0.5, layers=(1,))
-    with pytest.raises(
-        ValueError, match=r"another run.*layers \(\[0\] there, \[1\] here\), learning_rate \(0.001 there"
-    ):
+    with pytest.raises(ValueError, match=r"another run.*layers: \[0\] there, \[1\] now, learning_rate: 0.001 there"):
         run(tmp_path / "run", other, resume=True)
-    with pytest.raises(ValueError, match=r"another run.*differs in target_weights"):
+    with pytest.raises(ValueError, match=r"another run \(target_weights: "):
         run(tmp_path / "run", settings, target=target(intermediate_size=48), resume=True)
-    with pytest.raises(ValueError, match=r"another run.*differs in prompts"):
+    with pytest.raises(ValueError, match=r"another run \(prompts: "):
         run(tmp_path / "run", settings, prompts=PROMPTS[1:], resume=True)
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match="holds other files and no run"):
+    with pytest.raises(ValueError, match="not empty and holds no run"):
         run(tmp_path / "files", settings)
     with pytest.raises(ValueError, match=r"output_dir=.* cannot be written"):
         run(tmp_path / "files" / "thesis.tex", settings)

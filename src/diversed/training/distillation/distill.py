@@ -22,8 +22,8 @@ from diversed.training.distillation.loss import check_head
 from diversed.training.distillation.run import Acceptance, Progress, Run, log_held_out, measure, train
 from diversed.training.distillation.settings import RESUMABLE, DistillSettings, check_settings
 from diversed.training.distillation.student import add_lora, save_draft, student_of
-from diversed.training.distillation.text import Lesson, Prompt, encode, given_sequences, read_rows, sampled_sequences
-from diversed.training.run_folder import write_text
+from diversed.training.distillation.text import Lesson, Prompt, encode, given_sequences, sampled_sequences
+from diversed.training.run_folder import open_run, read_rows, versions, write_text
 
 __all__ = ["Acceptance", "DistillSettings", "Distilled", "distill"]
 
@@ -70,7 +70,7 @@ def distill(
             held-out (during sampling the two numbers count completions).
 
     Writes:
-        ``run.json`` (what the run is), ``texts.jsonl`` and ``held-out.jsonl`` (sampled text), ``metrics.jsonl``,
+        ``config.json`` (what the run is), ``texts.jsonl`` and ``held-out.jsonl`` (sampled text), ``metrics.jsonl``,
         ``curve.png`` (with matplotlib), ``checkpoints/step-*`` (the last one), ``draft/`` and ``result.json``.
 
     Raises:
@@ -94,7 +94,8 @@ def distill(
         held_out = (
             encode(pair, held_out_prompts, settings.max_prompt_tokens, "held_out_prompts") if (held_out_prompts) else []
         )
-        claim_folder(out, describe(pair, draft, settings, encoded, given, held_out), resume)
+        what = describe(pair, draft, settings, encoded, given, held_out)
+        open_run(out, {"run": what, "versions": versions()}, resume=resume)
         wrapped = add_lora(student, settings.lora_rank, settings.seed) if settings.lora_rank else None
         target.requires_grad_(False)
         run = Run(target, student, settings, out, report, started, (draft or target).dtype)
@@ -193,35 +194,6 @@ def describe(
         "given": None if given is None else digest(list(given)),  # type: ignore[call-overload]
         "held_out_prompts": digest(held_out),
     }
-
-
-def claim_folder(out: Path, what: dict[str, Any], resume: bool) -> None:
-    """Write ``run.json``, or compare with the one that is there."""
-    path = out / "run.json"
-    if path.exists():
-        there = json.loads(path.read_text(encoding="utf-8"))
-        other = [
-            f"{k} ({there.get(k)!r} there, {what.get(k)!r} here)" for k in what | there if there.get(k) != what.get(k)
-        ]
-        if other:
-            raise ValueError(
-                f"output_dir={str(out)!r} holds another run: it differs in {', '.join(other)}. Choose another folder."
-            )
-        if not resume:
-            raise ValueError(
-                f"output_dir={str(out)!r} holds this run already: pass resume=True to go on with it, "
-                "or choose another folder"
-            )
-        return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise ValueError(f"output_dir={str(out)!r} holds other files and no run: choose an empty folder")
-        write_text(path, json.dumps(what, indent=1) + "\n")
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={str(out)!r} cannot be written ({error.strerror}): choose another place"
-        ) from error
 
 
 def draw_curve(out: Path) -> bool:

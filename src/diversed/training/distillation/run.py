@@ -29,8 +29,8 @@ from diversed.training.distillation.loss import (
     hidden_states,
 )
 from diversed.training.distillation.settings import DistillSettings
-from diversed.training.distillation.text import Lesson, batch_at, collate, in_batches, read_rows
-from diversed.training.run_folder import write_text
+from diversed.training.distillation.text import Lesson, batch_at, collate, in_batches
+from diversed.training.run_folder import keep_rows_before
 
 LOG_EVERY = 20  # steps: reading a loss waits for the device
 TV_WEIGHT = 2.0
@@ -230,8 +230,7 @@ def load_checkpoint(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any
             run.learned[name].copy_(value)
     optimizer.load_state_dict(torch.load(folders[-1] / "optimizer.pt", map_location=run.device, weights_only=True))
     state: dict[str, Any] = json.loads((folders[-1] / "state.json").read_text(encoding="utf-8"))
-    rows = [r for r in read_rows(run.out / "metrics.jsonl") if r["step"] <= state["step"]]
-    write_text(run.out / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
+    keep_rows_before(run.out / "metrics.jsonl", state["step"])
     return state
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from diversed.engine import ModelPair, generate
-from diversed.engine.prompts import encode_prompts
+from diversed.engine.prompts import encode_prompts, pad
 from diversed.engine.stopping import Stopping
+from diversed.training.run_folder import read_rows, write_rows
 
 Prompt = str | Sequence[Mapping[str, str]]  #: text to continue, or a chat
 POOL = 32  # batches' worth of sequences that are sorted by length together
@@ -114,6 +115,7 @@ def sampled_sequences(
     jobs = [(i, k) for k in range(samples_per_prompt) for i, ids in enumerate(prompts) if ids is not None]
     order = torch.randperm(len(jobs), generator=torch.Generator().manual_seed(seed)).tolist()
     rows = read_rows(path)
+    write_rows(path, rows)  # without a last line that a killed run left half-written
     done = {row["job"] for row in rows}
     waiting = [j for j in order if j not in done]
     taken = 0.0
@@ -124,7 +126,7 @@ def sampled_sequences(
             break
         batch = waiting[start : start + batch_size]
         chosen = [prompts[jobs[j][0]] or [] for j in batch]
-        width = max(map(len, chosen))
+        input_ids, attention_mask = pad(chosen)
         tokens: list[list[int]] = [[] for _ in batch]
 
         def collect(index: int, new: list[int], tokens: list[list[int]] = tokens) -> None:
@@ -135,8 +137,8 @@ def sampled_sequences(
         with contextlib.suppress(OutOfTimeError):
             generate(
                 pair,
-                input_ids=torch.tensor([[0] * (width - len(ids)) + ids for ids in chosen]),
-                attention_mask=torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in chosen]),
+                input_ids=input_ids,
+                attention_mask=attention_mask,
                 num_speculative_tokens=0,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
@@ -156,17 +158,6 @@ def sampled_sequences(
         progress(len(rows), len(jobs))
     rows.sort(key=lambda row: row["job"])
     return [Lesson(prompts[row["prompt"]] or [], row["tokens"]) for row in rows if row["tokens"]]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """JSON lines; a last line that a killed run left half-written is dropped from the file too."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    return [json.loads(line) for line in whole.split("\n") if line]
 
 
 @functools.lru_cache(maxsize=2)
