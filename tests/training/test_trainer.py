@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -197,6 +198,23 @@ def test_a_fit_that_would_not_fit_into_the_budget_is_foreseen(tmp_path: Path, mo
     assert seen == [4, 8]  # 12 batches would take 6 seconds more
     assert result.steps == 11
     assert time.perf_counter() - began < 12.0
+
+
+def test_a_validation_quicker_than_foreseen_leaves_time_for_more_steps(tmp_path: Path) -> None:
+    calls = []
+
+    def slow_at_first(prompts, completions, **columns):
+        time.sleep(0 if calls else 2)  # the baseline, from which a validation is foreseen to take ten seconds
+        calls.append(1)
+        return rewards(prompts, completions)
+
+    settings = toy_settings("montecarlo", **(STEPS | {"steps": 10_000, "validate_every": 1000, "fit_every": 1000}))
+    settings = dataclasses.replace(settings, qualities=(0.9, 0.7, 0.5, 0.3, 0.1))
+    validation = toy_task("validation", n=8, reward=slow_at_first)
+    result = train(toy_pair(), toy_task(), validation, settings, tmp_path / "run", budget=8.0)
+    assert result.stopped == "budget"
+    assert result.best["step"] == 1
+    assert result.steps > 1
 
 
 def test_the_least_that_a_budget_leaves_is_one_step_and_one_validation(tmp_path: Path) -> None:

@@ -153,8 +153,14 @@ def train(
         learn_from = (1 if settings.objective in ON_POLICY else after) * (check or fits(settings, after))
         needed = time.perf_counter() - run.started + 1.2 * (rollouts + learning * learn_from + checking * check)
         if budget is not None and state.step and agreed(run, needed > budget - closing(budget)):
-            stopped = "budget"
-            break
+            if state.best:
+                stopped = "budget"
+                break
+            # The first validation, early. What it takes was a guess so far: time may be left to go on.
+            if settings.objective not in ON_POLICY:
+                OBJECTIVES[settings.objective].learn(state, batches, settings, run.target["reward"])
+            checking = timed_validation(run, state)
+            continue
         if state.early_stop:
             stopped = "patience"
             break
@@ -162,9 +168,7 @@ def train(
         rollouts = max(rollouts, row["rollout_seconds"])
         learning = max(learning, (row["seconds"] - row["rollout_seconds"]) / len(batches))
         if due(settings, state.step):
-            began = time.perf_counter()
-            validate(run, state)
-            checking = time.perf_counter() - began
+            checking = timed_validation(run, state)
         state.seconds = earlier + time.perf_counter() - run.started
         if accelerator.is_main_process:
             append_row(run.folder / "metrics.jsonl", row)
@@ -172,10 +176,6 @@ def train(
         if trackers:
             accelerator.log({k: v for k, v in row.items() if isinstance(v, float)}, step=state.step)
         progress(state.step, row | {"best": state.best})
-    if not state.best:  # the budget ended before the first validation
-        if settings.objective not in ON_POLICY:
-            OBJECTIVES[settings.objective].learn(state, batches, settings, run.target["reward"])
-        validate(run, state)
     if accelerator.is_main_process and state.step:
         state.save(checkpoint)
         draw_curves(run.folder, f"{train_task.name}, {settings.objective}, seed {settings.seed}")
@@ -370,6 +370,13 @@ def target_alone(run: Run) -> Row:
     if run.accelerator.is_main_process:
         write_text(path, json.dumps(row) + "\n")
     return row
+
+
+def timed_validation(run: Run, state: State) -> float:
+    """Validate, and say how many seconds it took."""
+    began = time.perf_counter()
+    validate(run, state)
+    return time.perf_counter() - began
 
 
 def validate(run: Run, state: State) -> None:
