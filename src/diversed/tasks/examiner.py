@@ -573,7 +573,8 @@ def main() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         usage = end(pid, isolation)
-    if examination.held < examination.total and usage.ru_utime + usage.ru_stime >= job["seconds"] - 0.1:
+    # The limit counts ticks and this counts time: on a busy machine they are a fifth apart.
+    if examination.held < examination.total and usage.ru_utime + usage.ru_stime >= 0.75 * job["seconds"]:
         examination.reason = "out of time"
     total = max(examination.total, written)
     reason = examination.reason if examination.held < total else ""  # an exception may be what a test expects
