@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diversed.engine import GenerationOutput, ModelPair, generate
+    from diversed.engine import GenerationOutput, ModelPair, PromptCache, generate
     from diversed.engine.hooks import custom_generate
     from diversed.verifiers import EnsembleHead, LearnedEnsemble, Lossless, StaticEnsemble, Verifier
 
@@ -16,6 +16,7 @@ __all__ = [
     "LearnedEnsemble",
     "Lossless",
     "ModelPair",
+    "PromptCache",
     "StaticEnsemble",
     "Verifier",
     "custom_generate",

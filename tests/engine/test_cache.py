@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from diversed import ModelPair, StaticEnsemble, generate
+from diversed import ModelPair, PromptCache, StaticEnsemble, generate
 from diversed.engine.cache import SlotCache, visible
 from diversed.engine.decoder import Decoder
 from diversed.engine.loop import Generating
@@ -119,3 +119,33 @@ def test_the_mask_is_causal_and_within_the_window(window: int | None) -> None:
             place = slots[b, t]
             seen = [s for s in range(16) if s <= place and (window is None or place - s < window)]
             assert mask[b, 0, t].nonzero().flatten().tolist() == seen
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_kept_prompts_are_read_once_and_change_no_token(batch_size: int | None) -> None:
+    """Over a sweep: what each call writes into its cache must not show in the next one."""
+    target = tiny("llama")
+    pair = ModelPair(target, noisy(target))
+    asked: dict[str, Any] = {**pad_left([PROMPTS[2], *PROMPTS]), "max_new_tokens": 20, "batch_size": batch_size}
+    widths: list[int] = []
+    target.register_forward_pre_hook(
+        lambda _, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+
+    def sweep(prompt_cache: PromptCache | None) -> list[list[list[int]]]:
+        settings = [{"num_speculative_tokens": 0}, {"verifier": StaticEnsemble(0.9)}, {"verifier": StaticEnsemble(0.1)}]
+        return [generate(pair, **asked, **s, seed=3, prompt_cache=prompt_cache).token_ids for s in settings]
+
+    expected = sweep(None)
+    read_each_time = sum(w > 6 for w in widths)
+    widths.clear()
+    assert sweep(PromptCache()) == expected
+    assert sum(w > 6 for w in widths) < read_each_time
+
+
+def test_kept_prompts_are_those_of_the_last_call() -> None:
+    target = tiny("llama")
+    pair, kept = ModelPair(target, noisy(target)), PromptCache()
+    for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS[1:]):
+        asked: dict[str, Any] = {**pad_left(prompts), "max_new_tokens": 20, "seed": 0}
+        assert generate(pair, **asked, prompt_cache=kept).token_ids == generate(pair, **asked).token_ids

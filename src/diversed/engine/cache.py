@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
 CHUNK = 64  # slots by which buffers grow, so that most steps allocate nothing
 ALIGNED = 8  # masks as wide as a multiple of this take the fast attention kernels of CUDA
@@ -73,18 +74,19 @@ class SlotCache(Cache):  # type: ignore[misc]
             for layer, buffer in buffers.items():
                 buffers[layer] = buffer[torch.tensor(rows, dtype=torch.long, device=buffer.device)]
 
-    def replace_rows(self, rows: list[int], other: SlotCache) -> None:
-        """Let the rows of ``other`` move in where ``rows`` are."""
+    def replace_rows(self, rows: list[int], other: SlotCache, theirs: list[int] | None = None) -> None:
+        """Let the rows of ``other`` move in where ``rows`` are: all of them, or those that ``theirs`` names."""
+        moving = list(range(len(rows))) if theirs is None else theirs
         longest = max(other.lengths)
-        for ours, theirs in ((self.keys, other.keys), (self.values, other.values)):
-            for layer, states in theirs.items():
+        for ours, others in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, states in others.items():
                 buffer = ours.get(layer)
                 if buffer is None or buffer.shape[2] < longest:
                     capacity = self.capacity or states.shape[2]
                     buffer = ours[layer] = grown(buffer, states, capacity, len(self.lengths))
-                buffer[torch.tensor(rows, device=buffer.device), :, :longest] = states[:, :, :longest]
-        for row, length in zip(rows, other.lengths, strict=True):
-            self.lengths[row] = length
+                buffer[torch.tensor(rows, device=buffer.device), :, :longest] = states[moving, :, :longest]
+        for row, their in zip(rows, moving, strict=True):
+            self.lengths[row] = other.lengths[their]
 
     # What transformers may ask of a cache. Masks and positions are given explicitly, so nothing depends on these.
 
@@ -96,6 +98,27 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self.keys)
+
+
+class PromptCache:
+    """What the models made of the prompts of the last call, for the next call on the same prompts.
+
+    Give one to every call of :func:`generate` in a sweep over verifiers, and each batch of prompts is read once instead
+    of once a setting. It holds one batch of prompts for each model, on that model's device.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[PreTrainedModel, list[list[int]], SlotCache]] = {}
+
+    def read(
+        self, model: PreTrainedModel, sequences: list[list[int]], read: Callable[[list[list[int]]], SlotCache]
+    ) -> SlotCache:
+        """The cache of ``sequences``, row by row, not to be changed; made by ``read`` where it is not kept."""
+        _, known, cache = self._kept.get(id(model), (model, [], None))
+        if cache is None or known != sequences:
+            cache = read(sequences)
+            self._kept[id(model)] = model, sequences, cache
+        return cache
 
 
 def visible(slots: Tensor, extent: int, window: int | None = None) -> Tensor:

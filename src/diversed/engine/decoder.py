@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from diversed.engine.attention import grouped_attention
-from diversed.engine.cache import SlotCache, visible
+from diversed.engine.cache import PromptCache, SlotCache, visible
 from diversed.engine.compiled import CompiledModel, capacity_for
 
 PREFILL_CHUNK = 1024  # prompt tokens per forward pass: bounds the memory of masks and activations
@@ -53,15 +53,13 @@ class Decoder:
         self.cache.lengths = value
 
     @torch.inference_mode()
-    def prefill(self, sequences: list[list[int]]) -> None:
-        """Cache what the cache lacks of each sequence. No logits. A prompt given several times is read once."""
-        firsts = [sequences.index(ids) for ids in sequences]
-        different = sorted(set(firsts))
-        if len(different) < len(sequences) and not any(self.lengths):
-            fresh = Decoder(self.model, len(different), self.vocab_size)
-            fresh.prefill([sequences[i] for i in different])
-            fresh.cache.keep_rows([different.index(i) for i in firsts])
-            self.cache = fresh.cache
+    def prefill(self, sequences: list[list[int]], kept: PromptCache | None = None) -> None:
+        """Cache what the cache lacks of each sequence. No logits. A prompt given several times is read once, and none
+        at all where ``kept`` has them."""
+        different = [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
+        if not any(self.lengths) and (kept is not None or len(different) < len(sequences)):
+            known = self._read(different) if kept is None else kept.read(self.model, different, self._read)
+            self.cache.replace_rows(list(range(len(sequences))), known, [different.index(ids) for ids in sequences])
             return
         nothing = torch.zeros(len(sequences), 0, dtype=torch.long, device=self.device)
         while pending := self._pending(sequences):
@@ -70,6 +68,11 @@ class Decoder:
             self.feed(tokens, nothing)
             self.lengths = [n + len(ids) for n, ids in zip(self.lengths, pending, strict=True)]
 
+    def _read(self, sequences: list[list[int]]) -> SlotCache:
+        fresh = Decoder(self.model, len(sequences), self.vocab_size)
+        fresh.prefill(sequences)
+        return fresh.cache
+
     def _pending(self, sequences: list[list[int]]) -> list[list[int]]:
         pending = [ids[n : n + PREFILL_CHUNK] for ids, n in zip(sequences, self.lengths, strict=True)]
         return pending if any(pending) else []
@@ -77,9 +80,7 @@ class Decoder:
     @torch.inference_mode()
     def admit(self, rows: list[int], sequences: list[list[int]]) -> None:
         """Give ``rows`` to new sequences: these are cached from the start, whatever the rows held before."""
-        fresh = Decoder(self.model, len(rows), self.vocab_size)
-        fresh.prefill(sequences)
-        self.cache.replace_rows(rows, fresh.cache)
+        self.cache.replace_rows(rows, self._read(sequences))
 
     @torch.inference_mode()
     def feed(self, tokens: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from diversed.engine.cache import PromptCache
 from diversed.engine.draft_length import MOST
 from diversed.engine.loop import Bonus, Generating, Settings, decode
 from diversed.engine.output import Counts, GenerationOutput, Stats
@@ -47,6 +48,7 @@ def generate(
     streamer: Any = None,
     callback: Callback | None = None,
     trace: bool = False,
+    prompt_cache: PromptCache | None = None,
 ) -> GenerationOutput:
     """Generate with a draft model that proposes, a target that scores and a verifier that decides.
 
@@ -72,6 +74,7 @@ def generate(
         streamer: of transformers, for a single prompt.
         callback: called with a prompt's index and its new token ids after every block.
         trace: keep, for each token, its origin, w, p, q, TV and both hidden states.
+        prompt_cache: give the same one to several calls on the same prompts, and only the first reads them.
 
     Raises:
         ValueError: an argument out of range, an empty or too long prompt, a head made for another pair.
@@ -114,6 +117,7 @@ def generate(
         stopping=Stopping.of(pair, eos_token_id, stop_strings, stopping_criteria, ignore_eos=ignore_eos),
         bonus=bonus,
         trace=trace,
+        prompt_cache=prompt_cache,
     )
     seeds = spread_seed(seed, len(encoded))
     if len(limits) not in (1, len(encoded)):

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from diversed.engine.cache import PromptCache
 from diversed.engine.decoder import Decoder
 from diversed.engine.draft_length import DraftLength
 from diversed.engine.output import Counts, FinishReason, TimeSplit
@@ -45,6 +46,7 @@ class Settings:
     stopping: Stopping
     bonus: Bonus
     trace: bool
+    prompt_cache: PromptCache | None
 
 
 @dataclass
@@ -141,10 +143,11 @@ def decode(
         draft = pair.decoder(pair.draft, len(active), longest, {1, 2})
     watch = Stopwatch([target.device] + ([draft.device] if draft else []))
     names = (pair.target_name, pair.draft_name, type(settings.verifier).__name__)
-    target.prefill([s.ids[:-1] for s in active])
+    prompts = [s.ids[:-1] for s in active]
+    target.prefill(prompts, settings.prompt_cache)
     if pair.compiled:
         if draft is not None:
-            draft.prefill([s.ids[:-1] for s in active])
+            draft.prefill(prompts, settings.prompt_cache)
         watch.book("prefill")
         for decoder in filter(None, (target, draft)):
             decoder.warm_up(sampler.temperature)
@@ -155,7 +158,7 @@ def decode(
         num_drafted = [min(n, s.remaining - 1) for s in active]
         drafts = draft is not None and (max(num_drafted) > 0 or settings.bonus == "verifier")
         if draft is not None and drafts:
-            catch_up(draft, active)
+            catch_up(draft, active, settings.prompt_cache)
         watch.book("prefill")
         u = torch.stack([torch.rand(2 * most + 1, generator=s.generator, dtype=torch.float64) for s in active])
         watch.book("rest")
@@ -225,13 +228,13 @@ def let_in(
     return active
 
 
-def catch_up(draft: Decoder, active: list[Generating]) -> None:
+def catch_up(draft: Decoder, active: list[Generating], prompts: PromptCache | None) -> None:
     """Prefill rows that the draft has never seen, or not for a while."""
     missing = [len(s.ids) - n for n, s in zip(draft.lengths, active, strict=True)]
     most = 2 if draft.drafts else MOST_PENDING
     behind = [b for b, n in enumerate(draft.lengths) if n == 0 or missing[b] > most]
     if len(behind) == len(active):
-        draft.prefill([s.ids[:-1] for s in active])
+        draft.prefill([s.ids[:-1] for s in active], prompts)
     elif behind:
         draft.admit(behind, [active[b].ids[:-1] for b in behind])
 

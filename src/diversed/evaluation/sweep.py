@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from diversed.engine import GenerationOutput, ModelPair, Trace, generate
+from diversed.engine import GenerationOutput, ModelPair, PromptCache, Trace, generate
 from diversed.evaluation.peers import generate_by_transformers
 from diversed.evaluation.settings import Setting, fingerprint, head_of
 from diversed.tasks import Task, judge, request
@@ -100,12 +100,23 @@ class Measurement:
 
 
 def measure(
-    pair: ModelPair, task: Task, setting: Setting, start: int, end: int, *, kind: Kind, seed: int
+    pair: ModelPair,
+    task: Task,
+    setting: Setting,
+    start: int,
+    end: int,
+    *,
+    kind: Kind,
+    seed: int,
+    prompt_cache: PromptCache | None = None,
 ) -> Measurement:
     """Run one setting on prompts start..end and score what it writes."""
     # A trace needs q at every position, and texts that follow nu: the bonus token from nu gives both.
     trace: dict[str, Any] = {"trace": True, "bonus": "verifier"} if kind == "traced" else {}
-    out = answer(pair, task, setting, start, end, seed=seed, **trace)
+    # Where time is taken, everything is done anew.
+    out = answer(
+        pair, task, setting, start, end, seed=seed, prompt_cache=None if kind == "timed" else prompt_cache, **trace
+    )
     counts = out.stats.per_sequence
     head = head_of(setting.verifier)
     return Measurement(
@@ -184,8 +195,9 @@ def sweep(
     progress(len(done), total)
     for setting in {p[0] for p in todo if p[3] == "timed"}:  # the first call of anything is slow and says nothing
         answer(pair, task, setting, 0, 1, seed=plan.seed)
+    prompt_cache = PromptCache()  # settings take turns on the same prompts
     for i, (setting, start, end, kind, seed) in enumerate(todo):
-        m = measure(pair, task, setting, start, end, kind=kind, seed=seed)
+        m = measure(pair, task, setting, start, end, kind=kind, seed=seed, prompt_cache=prompt_cache)
         done.append(m)
         if path is not None:
             append_line(path, asdict(m))

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from diversed.engine import ModelPair
+from diversed.engine import ModelPair, PromptCache
 from diversed.tasks import Example, Task, judge
 from diversed.training import constrained, counterfactual, montecarlo, reinforce
 from diversed.training.regression import Labels
@@ -328,14 +328,14 @@ def normalise(run: Run, head: EnsembleHead) -> None:
     )
 
 
-def measured(run: Run, verifier: Verifier) -> Row:
+def measured(run: Run, verifier: Verifier, prompt_cache: PromptCache | None = None) -> Row:
     """Score, reward and acceptance on the validation examples, always under the same seeds."""
     pool = run.validation.examples
     everything = Draws(pool, [10_000_019 + i for i in range(len(pool))], list(range(len(pool))))
     mine = everything.share(run.accelerator.process_index, run.accelerator.num_processes)
     rows: list[tuple[float, float, int, int, int]] = []
     if mine.examples:
-        out = complete(run.pair, run.validation, mine, verifier, run.settings.sampling)
+        out = complete(run.pair, run.validation, mine, verifier, run.settings.sampling, prompt_cache=prompt_cache)
         scores = judge(run.validation.score, mine.examples, out.texts, "score")
         rewards = scores
         if run.validation.reward is not run.validation.score:
@@ -388,10 +388,10 @@ def validate(run: Run, state: State) -> None:
     settings = run.settings
     floor = settings.floor(run.target["reward"])
     verifier = LearnedEnsemble(state.head)
-    rows = []
+    rows, prompt_cache = [], PromptCache()
     for quality in sorted(set(settings.qualities), reverse=True):
         with torch.inference_mode():
-            row = measured(run, verifier.at(quality=quality))
+            row = measured(run, verifier.at(quality=quality), prompt_cache)
         enough = row["reward"] >= floor
         rank = [enough, row["position_acceptance"] if enough else row["reward"]]
         rows.append({"step": state.step, "quality": quality, **row, "target_score": run.target["score"], "rank": rank})
