@@ -361,6 +361,19 @@ def test_programs_run_at_the_same_time_and_come_back_in_order():
     assert time.monotonic() - start < one_by_one + 1.5
 
 
+def test_a_program_that_takes_every_process_it_may_leaves_others_theirs():
+    greedy = (
+        "import os, time\ndef f(x):\n    try:\n        while os.fork():\n            pass\n"
+        "    except OSError:\n        pass\n    time.sleep(3)\n    return 0"
+    )
+    modest = (
+        "import threading, time\ndef f(x):\n    for _ in range(40):\n        t = threading.Thread(target=time.sleep, "
+        "args=(0.05,))\n        t.start(); t.join()\n    return 40960 + x"
+    )
+    outcomes = run_tests([Program(code, TESTS[:1], ("f",)) for code in (greedy, modest)] * 2, workers=4)
+    assert [o.passed for o in outcomes] == [False, True] * 2, outcomes
+
+
 def test_a_sandbox_that_cannot_run_is_an_error_and_no_verdict(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(RuntimeError, match="says nothing about the program"):

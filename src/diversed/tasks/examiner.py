@@ -282,17 +282,18 @@ def small_root(root: str, visible: list[str]) -> None:
     os.chdir("/scratch")
 
 
-def drop_privileges(namespaces: bool, user_namespace: bool) -> None:
-    """Become nobody: as root, a user of this process's own (so that RLIMIT_NPROC counts its processes alone); then
-    without capabilities, and no way to regain any. Without a small root, root's code keeps reading what root can:
-    Python may be installed where nobody else can."""
+def drop_privileges(namespaces: bool, user_namespace: bool, examiner: int) -> None:
+    """Become nobody: as root, a user of this sandbox's own (so that RLIMIT_NPROC counts its processes alone), known by
+    its examiner's process id, for in a namespace of its own each candidate has the same one; then without
+    capabilities, and no way to regain any. Without a small root, root's code keeps reading what root can: Python may
+    be installed where nobody else can."""
     keeps = 0
     if os.geteuid() == 0 and not user_namespace:
         if sys.platform == "linux" and not namespaces:
             keeps = CAP_DAC_READ_SEARCH
             checked(libc().prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keepcaps")
         os.setgroups([])
-        for user in ((1 << 30) + os.getppid() % (1 << 22) + int(time.time()) % 64 * (1 << 22), 65534):
+        for user in ((1 << 30) + examiner % (1 << 22) + int(time.time()) % 64 * (1 << 22), 65534):
             try:
                 os.setresgid(user, user, user)
                 os.setresuid(user, user, user)
@@ -354,6 +355,7 @@ def start_candidate(job: dict[str, Any]) -> tuple[int, int, int]:
     user_namespace = isolation == "namespaces" and separate_namespaces()
     to_read, requests = os.pipe()
     replies, to_write = os.pipe()
+    examiner = os.getpid()
     pid = os.fork()
     reply_fd = to_write
     if pid:
@@ -383,7 +385,7 @@ def start_candidate(job: dict[str, Any]) -> tuple[int, int, int]:
         else:
             os.chdir(job["scratch"])
         limit(job["seconds"], job["memory"])
-        drop_privileges(isolation == "namespaces", user_namespace)
+        drop_privileges(isolation == "namespaces", user_namespace, examiner)
         if sys.platform == "linux":
             checked(libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
             if isolation != "limits" and platform.machine() in ARCHITECTURES:
