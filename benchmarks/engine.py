@@ -127,13 +127,16 @@ def theirs(
     return run
 
 
-def take_turns(contenders: dict[str, Contender], repeats: int) -> dict[str, list[tuple[int, float, Any]]]:
-    found: dict[str, list[tuple[int, float, Any]]] = {name: [] for name in contenders}
-    for repeat in range(repeats + 1):
-        for name, run in contenders.items():
+def take_turns(
+    contenders: Callable[[Tensor], dict[str, Contender]], prompts: list[Tensor], repeats: int
+) -> dict[str, list[tuple[int, float, Any]]]:
+    """Each decodes a prompt, then the next prompt, and so on; a first round warms up and is forgotten."""
+    found: dict[str, list[tuple[int, float, Any]]] = {}
+    for i in range(-1, repeats):
+        for name, run in contenders(prompts[i % len(prompts)]).items():
             result = run()
-            if repeat:  # the first warms up
-                found[name].append(result)
+            if i >= 0:
+                found.setdefault(name, []).append(result)
     return found
 
 
@@ -147,15 +150,15 @@ def compare(
         "target_only": (Lossless(), 0), "relaxed": (relaxed, N), "auto": (relaxed, "auto"), "lossless": (Lossless(), N),
         "lossless_auto": (Lossless(), "auto"),
     }  # fmt: skip
-    results: dict[str, list[tuple[int, float, Any]]] = {}
-    for i in range(repeats):
-        ids = prompts[i % len(prompts)]
-        contenders = {kind: ours(pair, ids, tokens, v, n) for kind, (v, n) in kinds.items()}
+
+    def contenders(ids: Tensor) -> dict[str, Contender]:
+        found = {kind: ours(pair, ids, tokens, v, n) for kind, (v, n) in kinds.items()}
         if peers is not None and len(ids) == 1:
-            contenders["transformers_assisted"] = theirs(*peers, ids, tokens, weight)
-            contenders["transformers_generate"] = theirs(peers[0], None, ids, tokens, weight)
-        for kind, found in take_turns(contenders, 1).items():
-            results.setdefault(kind, []).extend(found)
+            found["transformers_assisted"] = theirs(*peers, ids, tokens, weight)
+            found["transformers_generate"] = theirs(peers[0], None, ids, tokens, weight)
+        return found
+
+    results = take_turns(contenders, prompts, repeats)
     speed = {kind: [n / seconds for n, seconds, _ in found] for kind, found in results.items()}
 
     def ratio(a: str, b: str) -> float:
@@ -203,13 +206,9 @@ def draft_lengths(
     pair: ModelPair, prompts: list[Tensor], verifier: Verifier, tokens: int, repeats: int
 ) -> dict[str, Any]:
     """Fixed numbers of draft tokens against "auto": what auto loses on the best of them."""
-    speeds: dict[str, list[float]] = {}
-    for i in range(repeats):
-        contenders = {
-            str(n): ours(pair, prompts[i % len(prompts)], tokens, verifier, n) for n in (0, 1, 2, 3, 5, 7, "auto")
-        }
-        for n, found in take_turns(contenders, 1).items():
-            speeds.setdefault(n, []).extend(count / seconds for count, seconds, _ in found)
+    lengths = (0, 1, 2, 3, 5, 7, "auto")
+    results = take_turns(lambda ids: {str(n): ours(pair, ids, tokens, verifier, n) for n in lengths}, prompts, repeats)
+    speeds = {n: [count / seconds for count, seconds, _ in found] for n, found in results.items()}
     medians = {n: statistics.median(v) for n, v in speeds.items()}
     best = max((n for n in medians if n != "auto"), key=lambda n: medians[n])
     ratio = statistics.median(a / b for a, b in zip(speeds["auto"], speeds[best], strict=True))
