@@ -26,11 +26,10 @@ ON_CPU = {
     "freezing": True,  # weights are constants and laid out anew
     "cpp_wrapper": True,  # kernels are started from C++: Python takes longer than a small kernel
     "cpp.enable_concat_linear": True,  # layers that read the same input are one product
-    # A call of oneDNN costs 20 microseconds, whatever the product: small ones are faster as generated code.
-    "max_autotune": True,
     "max_autotune_gemm_backends": "CPP,ATEN",
     "max_autotune_report_choices_stats": False,
 }
+CACHED = 32 << 20  # bytes: a model that large does not stay in a CPU's cache between passes
 
 
 def capacity_for(length: int) -> int:
@@ -75,6 +74,7 @@ class CompiledModel:
         layer = model.get_output_embeddings()
         self.config = model.config.get_text_config(decoder=True)
         self.on_cpu = next(layer.parameters()).device.type == "cpu"
+        self.cached = sum(p.numel() * p.element_size() for p in model.parameters()) < CACHED
         self.graphs: dict[tuple[object, ...], Callable[..., Any]] = {}
         self.tracing = False
         entering: list[Tensor] = []
@@ -134,6 +134,18 @@ class CompiledModel:
         key = ("draft", u.shape[1], keys[0].shape[2], temperature is None)
         return self._run(key, self._draft, pending, count, start, u, temperature, keys, values)
 
+    def _options(self, key: tuple[object, ...]) -> dict[str, object]:
+        """The compiler's switches for a graph.
+
+        A call of oneDNN costs 20 microseconds, whatever the product, and small ones are faster as generated code. The
+        compiler times its variants on weights that lie in the cache, though: over several rows and weights that have
+        to come from memory it picks worse ones than oneDNN.
+        """
+        if not self.on_cpu:
+            return {}
+        several_rows = key[0] == "step" and key[1] != 1
+        return ON_CPU | {"max_autotune": self.cached or not several_rows}
+
     def _run(self, key: tuple[object, ...], function: Callable[..., Made], *args: Any) -> Made:
         result: Made
         if key in self.graphs:
@@ -143,7 +155,7 @@ class CompiledModel:
         self.tracing = True  # the compiler follows the hook now; a graph does what it saw
         try:
             known = set(torch._inductor.list_options())
-            options = {name: value for name, value in ON_CPU.items() if self.on_cpu and name in known}
+            options = {name: value for name, value in self._options(key).items() if name in known}
             # The switches count while a graph is made.
             with torch._inductor.config.patch(options), silent_choices(), grouped_attention(self.config):
                 result = graph(*args)
