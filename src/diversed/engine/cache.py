@@ -76,7 +76,6 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def replace_rows(self, rows: list[int], other: SlotCache, theirs: list[int] | None = None) -> None:
         """Let the rows of ``other`` move in where ``rows`` are: all of them, or those that ``theirs`` names."""
-        moving = list(range(len(rows))) if theirs is None else theirs
         longest = max(other.lengths)
         for ours, others in ((self.keys, other.keys), (self.values, other.values)):
             for layer, states in others.items():
@@ -84,9 +83,11 @@ class SlotCache(Cache):  # type: ignore[misc]
                 if buffer is None or buffer.shape[2] < longest:
                     capacity = self.capacity or states.shape[2]
                     buffer = ours[layer] = grown(buffer, states, capacity, len(self.lengths))
-                buffer[torch.tensor(rows, device=buffer.device), :, :longest] = states[moving, :, :longest]
-        for row, their in zip(rows, moving, strict=True):
-            self.lengths[row] = other.lengths[their]
+                new = states if theirs is None else states[theirs]
+                buffer[torch.tensor(rows, device=buffer.device), :, :longest] = new[:, :, :longest]
+        lengths = other.lengths if theirs is None else [other.lengths[row] for row in theirs]
+        for row, length in zip(rows, lengths, strict=True):
+            self.lengths[row] = length
 
     # What transformers may ask of a cache. Masks and positions are given explicitly, so nothing depends on these.
 
