@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from diversed.tasks.contract import text_of
 from diversed.tasks.rows import read_jsonl
 from diversed.tasks.summaries import rouge_mean
 
@@ -40,7 +41,4 @@ def as_text(reference: Any) -> str:
 
 
 def reward(prompts: Any, completions: list[Any], reference: list[str], **columns: Any) -> list[float]:
-    return [
-        rouge_mean(c if isinstance(c, str) else c[-1]["content"], right)
-        for c, right in zip(completions, reference, strict=True)
-    ]
+    return [rouge_mean(text_of(c), right) for c, right in zip(completions, reference, strict=True)]
