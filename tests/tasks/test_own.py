@@ -114,7 +114,7 @@ def test_a_function_of_a_package_is_found():
 
 TASK = """
 from dataclasses import dataclass
-SCORE_NAME, MAX_NEW_TOKENS, STOP_STRINGS = "hits", 7, ["!"]
+SCORE_NAME, MAX_NEW_TOKENS, STOP_STRINGS, PARTIAL_REWARD = "hits", 7, ["!"], True
 @dataclass
 class Row:
     word: str
@@ -136,6 +136,7 @@ def test_a_python_file_is_a_task(tmp_path, reward):
     task = load_task(str(path), split="train")
     assert [e.prompt for e in task.examples] == ["train a", "train b"]
     assert (task.name, task.score_name, task.max_new_tokens, task.stop_strings) == ("my_task.py", "hits", 7, ("!",))
+    assert task.partial_reward
     assert judge(task.reward, task.examples, ["a", "a"]) == [0.25, 0.0]
     assert judge(task.score, task.examples, ["a", "a"]) == [1.0, 0.0]
     other = load_task(str(path), split="train", n=1, reward=reward)
@@ -155,6 +156,10 @@ def test_a_python_file_is_a_task(tmp_path, reward):
         (
             "MAX_NEW_TOKENS = '5'\ndef rows(split): return [{'prompt': 'a'}]\ndef reward(**_): return []",
             "MAX_NEW_TOKENS='5'",
+        ),
+        (
+            "PARTIAL_REWARD = 'yes'\ndef rows(split): return [{'prompt': 'a'}]\ndef reward(**_): return []",
+            "PARTIAL_REWARD='yes'",
         ),
         ("def rows(split:", "cannot be run .SyntaxError"),
     ],

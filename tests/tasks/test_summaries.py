@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diversed.tasks import load_task, summaries
+from diversed.tasks import judge, load_task, summaries
 
 
 def test_rows_become_chats_with_cut_articles(folder):
@@ -23,6 +23,16 @@ def test_text_prompts_end_where_the_summary_begins(folder):
     assert prompt.startswith("Article: test 0 word")
     assert prompt.endswith("\n\nSummary:")
     assert len(prompt) == len("Article: \n\nSummary:") + summaries.ARTICLE_CHARACTERS
+
+
+def test_a_summary_earns_its_reward_word_by_word(folder):
+    task = load_task("cnndm", split="test", data_dir=folder)
+    assert task.partial_reward
+    example = task.examples[0]
+    words = example.columns["reference"].split()
+    earned = judge(task.reward, [example] * len(words), [" ".join(words[: i + 1]) for i in range(len(words))])
+    assert earned == sorted(earned)
+    assert earned[-1] == pytest.approx(1.0)
 
 
 def test_rouge2_counts_pairs_of_words():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,33 @@ def test_an_mlp_head_and_a_head_of_features_alone_find_them_too(tmp_path: Path) 
         assert all(weight[c] > 0.7 for c in FRAGILE), weight
 
 
+def hits(prompts, completions, **columns):
+    """A reward that grows as the text does: a quarter for every x."""
+    return [text.count("x") / 4 for text in completions]
+
+
+@pytest.mark.parametrize("objective", ["montecarlo", "reinforce++", "constrained"])
+def test_credit_for_what_a_token_earned_leads_to_the_same_weights(objective: str, tmp_path: Path) -> None:
+    pair = toy_pair()
+    task, validation = (replace(toy_task(s, reward=hits), partial_reward=True) for s in ("train", "validation"))
+    result = train(pair, task, validation, toy_settings(objective, tolerance=0.02, discount=0.5), tmp_path / "run")
+    weight = {c: float(torch.sigmoid(result.head(x))) for c, x in states(pair, result.head).items()}
+    assert all(weight[c] < 0.25 for c in SAFE), weight
+    assert all(weight[c] > 0.75 for c in FRAGILE), weight
+
+
+def test_credit_for_what_a_token_earned_makes_labels_less_noisy() -> None:
+    pair, noise = toy_pair(), {}
+    for partial, discount in ((False, 1.0), (True, 1.0), (True, 0.5)):
+        task = replace(toy_task(reward=hits), partial_reward=partial)
+        settings = toy_settings("montecarlo", discount=discount)
+        draws = Draws(task.examples, list(range(32)), list(range(32)))
+        state = State.new(EnsembleHead(*pair.hidden_sizes), settings)
+        labels = montecarlo.labels_of(montecarlo.collect(pair, task, state, settings, draws))
+        noise[partial, discount] = float(labels.value.std())
+    assert noise[True, 0.5] < 0.9 * noise[True, 1.0] < 0.9 * noise[False, 1.0], noise
+
+
 # Bandits: one state, one token, known optimum.
 
 
@@ -62,6 +90,7 @@ def bandit(p: list[float], q: list[float], reward: list[float], weight: float, n
         length=torch.ones(n, dtype=torch.long),
         prompt=torch.arange(n),
         reward=r[tokens],
+        returns=r[tokens],
     )
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diversed import EnsembleHead, LearnedEnsemble, ModelPair
 from diversed.tasks import Example, Task
-from diversed.training.rollouts import Draws, Rollouts, Sampling, log_nu, roll_out
+from diversed.training.rollouts import Draws, Rollouts, Sampling, log_nu, returns_of, roll_out
 from models import character_tokenizer, noisy, tiny
 
 PROMPTS = ["hello", "a b", "x"]
@@ -97,6 +99,34 @@ def test_rollouts_survive_disk_and_joining(tmp_path: Path) -> None:
     for name, value in vars(joined).items():
         torch.testing.assert_close(value, getattr(together, name), rtol=1e-4, atol=1e-4, msg=name)
     assert joined.sequence.tolist() == [i for i, n in enumerate(joined.length.tolist()) for _ in range(n)]
+
+
+def letters(prompts, completions, weights, **columns):
+    """A reward of unfinished text: the sum of its letters' weights."""
+    return [float(sum(w[c] for c in text)) for text, w in zip(completions, weights, strict=True)]
+
+
+@given(
+    texts=st.lists(st.text("abc", max_size=9), min_size=1, max_size=4),
+    weights=st.fixed_dictionaries({c: st.floats(-1, 1, width=16) for c in "abc"}),
+    discount=st.floats(0, 1),
+)
+def test_a_return_is_what_a_token_and_later_ones_earned(
+    texts: list[str], weights: dict[str, float], discount: float
+) -> None:
+    tokenizer = character_tokenizer()
+    token_ids = [tokenizer.convert_tokens_to_ids(list(text)) for text in texts]
+    examples = [Example("", {"weights": weights})] * len(texts)
+    reward = torch.tensor(letters(None, texts, [weights] * len(texts)))
+    for partial in (True, False):
+        task = Task("toy", "train", examples, letters, letters, "sum", 9, partial_reward=partial)
+        got = returns_of(task, examples, tokenizer, token_ids, reward, discount)
+        expected = [
+            sum(discount**k * weights[c] for k, c in enumerate(text[t:])) if partial else float(reward[i])
+            for i, text in enumerate(texts)
+            for t in range(len(text))
+        ]
+        torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_the_shares_of_several_processes_make_up_the_whole() -> None:

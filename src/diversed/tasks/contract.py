@@ -32,6 +32,9 @@ class Task:
     score_name: str
     max_new_tokens: int
     stop_strings: tuple[str, ...] = ()
+    #: Whether ``reward`` of an unfinished answer says what it has earned so far: true of overlap with a reference,
+    #: false of a result that stands at the end. Training then knows which token earned what.
+    partial_reward: bool = False
 
 
 def request(task: Task, examples: Sequence[Example]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ and ``content``) and any other columns. A column ``split`` says where a row belo
 
 * ``rows(split)``: dicts with ``prompt`` and any other columns. What belongs to which split is this function's matter;
 * ``reward(prompts, completions, **columns)``: a float per completion, as in TRL;
-* optionally ``score`` (the reward where there is none), ``SCORE_NAME``, ``MAX_NEW_TOKENS`` (256), ``STOP_STRINGS``.
+* optionally ``score`` (the reward where there is none), ``SCORE_NAME``, ``MAX_NEW_TOKENS`` (256), ``STOP_STRINGS``,
+  ``PARTIAL_REWARD`` (whether the reward of an unfinished text says what it has earned so far; False).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def _python_task(path: Path, split: str, n: int | None, chat: bool, reward: str 
         str(getattr(module, "SCORE_NAME", getattr(score, "__name__", "score"))),
         _max_new_tokens(module, path),
         _stop_strings(module, path),
+        _partial_reward(module, path),
     )
 
 
@@ -78,6 +80,13 @@ def _stop_strings(module: ModuleType, path: Path) -> tuple[str, ...]:
     if not isinstance(strings, list | tuple) or not all(isinstance(s, str) and s for s in strings):
         raise ValueError(f"{path}: STOP_STRINGS={value!r} must be a string, or a list of strings that are not empty")
     return tuple(strings)
+
+
+def _partial_reward(module: ModuleType, path: Path) -> bool:
+    value = getattr(module, "PARTIAL_REWARD", False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{path}: PARTIAL_REWARD={value!r} must be True or False")
+    return value
 
 
 def _max_new_tokens(module: ModuleType, path: Path) -> int:

@@ -61,7 +61,7 @@ def load(name: str, *, split: str, n: int | None, seed: int, data_dir: str | Pat
     ]
     score, reward = _judges(XSUM_WORDS if name == "xsum" else None)
     title = "ROUGE-2 F" + (f", first {XSUM_WORDS} words" if name == "xsum" else "")
-    return Task(name, split, examples, score, reward, title, 64, () if chat else STOPS)
+    return Task(name, split, examples, score, reward, title, 64, () if chat else STOPS, partial_reward=True)
 
 
 def _prompt(name: str, article: str, chat: bool) -> str | list[dict[str, str]]:

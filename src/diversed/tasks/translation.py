@@ -49,7 +49,8 @@ def load(name: str, *, split: str, n: int | None, seed: int, data_dir: str | Pat
         if chat:
             prompt = [{"role": "user", "content": f"{INSTRUCTION}\n\n{german}"}]
         examples.append(Example(prompt, row | {"reference": english}))
-    return Task(name, split, examples, bleu, chrf, "sentence BLEU / 100", 128, () if chat else STOPS)
+    stops = () if chat else STOPS
+    return Task(name, split, examples, bleu, chrf, "sentence BLEU / 100", 128, stops, partial_reward=True)
 
 
 def _sentences(measure: str, completions: Sequence[Any], reference: Sequence[str]) -> list[float]:

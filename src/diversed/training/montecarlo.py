@@ -48,7 +48,7 @@ def collect(pair: ModelPair, task: Task, state: State, settings: TrainSettings, 
     """Roll out the softened policy."""
     chosen = policy(state, settings)
     inner = chosen if isinstance(chosen, LearnedEnsemble) else None
-    return roll_out(pair, task, draws, state.head, Softened(inner), settings.sampling)
+    return roll_out(pair, task, draws, state.head, Softened(inner), settings.sampling, settings.discount)
 
 
 def learn(state: State, batches: list[Rollouts], settings: TrainSettings, target_reward: float) -> dict[str, float]:
@@ -65,7 +65,7 @@ def labels_of(rollouts: Rollouts) -> Labels:
     sequence, p, q = rollouts.sequence, rollouts.target_prob, rollouts.draft_prob
     tv = rollouts.total_variation
     nu = torch.lerp(q, p, rollouts.weight)
-    advantage = rollouts.reward[sequence] - expected_reward(rollouts)
+    advantage = rollouts.returns - expected_returns(rollouts)
     keep = tv > 0.02
     value = ((p - q) / nu.clamp_min(1e-12) * advantage)[keep] / tv[keep]
     return Labels(
@@ -76,17 +76,20 @@ def labels_of(rollouts: Rollouts) -> Labels:
     )
 
 
-def expected_reward(rollouts: Rollouts) -> Tensor:
-    """V(s) for every token, [T], without a look at the sequence's own reward.
+def expected_returns(rollouts: Rollouts) -> Tensor:
+    """V(s) for every token, [T], without a look at what its own sequence earned.
 
-    The mean reward of the other answers to the same prompt, where there are any, plus a ridge regression of what is
-    left on the head's input; each fifth of the prompts is predicted from the others.
+    The mean return of the other answers to the same prompt, where there are any, plus a ridge regression of what is
+    left on the head's input and the place in the text (towards its end little is left to earn); each fifth of the
+    prompts is predicted from the others.
     """
-    baseline = others_mean(rollouts.reward, rollouts.prompt)
-    x = rollouts.inputs
+    sequence = rollouts.sequence
+    baseline = others_mean(rollouts.mean_return, rollouts.prompt)[sequence]
+    place = torch.cat([torch.arange(n) for n in rollouts.length.tolist()]).unsqueeze(1)
+    x = torch.cat([rollouts.inputs, place, place.square(), place**3], 1)
     x = (x - x.mean(0)) / x.std(0, correction=0).clamp_min(1e-4)
-    y = (rollouts.reward - baseline)[rollouts.sequence].double()
-    fold = rollouts.prompt[rollouts.sequence] % FOLDS
+    y = (rollouts.returns - baseline).double()
+    fold = rollouts.prompt[sequence] % FOLDS
     folds = [(fold == k).nonzero().squeeze(1) for k in range(FOLDS)]
     parts = [Sums.of(x[rows], y[rows], torch.ones(len(rows))) for rows in folds]
     whole = functools.reduce(Sums.__add__, parts)
@@ -97,4 +100,4 @@ def expected_reward(rollouts: Rollouts) -> Tensor:
             result[rows] = y.mean()
         elif len(rows):
             result[rows] = predict_ridge(x[rows].double(), others.solve(VALUE_DECAY))
-    return result.float() + baseline[rollouts.sequence]
+    return result.float() + baseline

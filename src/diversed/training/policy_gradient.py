@@ -44,7 +44,7 @@ def loss_of(
 
 @dataclass
 class StateValue:
-    """V(s): ridge regression of the final reward on the head's input, from earlier batches only.
+    """V(s): ridge regression of the return on the head's input, from earlier batches only.
 
     Monte-Carlo returns, never bootstrapped: a bootstrapped critic cannot see a wrong digit (its own next value is as
     blind). Earlier batches only, so that a sequence's own reward does not leak into its baseline; older ones fade.
@@ -71,21 +71,21 @@ class StateValue:
 
 
 def advantages(rollouts: Rollouts, settings: TrainSettings, value: StateValue, standardised: Tensor) -> Tensor:
-    """Reward minus baseline for every token, [T].
+    """Return minus baseline for every token, [T].
 
-    ``batch`` subtracts the mean reward of the other sequences of the batch, ``prompt`` that of the other answers to
-    the same prompt (leave one out: unbiased), ``state`` what the reward was predicted to be before the token came.
+    ``batch`` subtracts the mean return of the other sequences of the batch, ``prompt`` that of the other answers to
+    the same prompt (leave one out: unbiased), ``state`` what the return was predicted to be before the token came.
     """
-    reward, count = rollouts.reward, len(rollouts.reward)
+    mean, count = rollouts.mean_return, len(rollouts.reward)
     if settings.baseline == "prompt":
-        baseline = others_mean(reward, rollouts.prompt)
+        baseline = others_mean(mean, rollouts.prompt)
     else:
-        baseline = (reward.sum() - reward) / max(count - 1, 1)
-    result = (reward - baseline)[rollouts.sequence]
+        baseline = (mean.sum() - mean) / max(count - 1, 1)
+    result = rollouts.returns - baseline[rollouts.sequence]
     if settings.baseline == "state":
         predicted = value.predict(standardised)
         if predicted is not None:
-            result = reward[rollouts.sequence] - predicted
+            result = rollouts.returns - predicted
     if settings.normalise:
         result = (result - result.mean()) / result.std().clamp_min(1e-6)
     return result
@@ -119,7 +119,7 @@ def improve(
             norms.append(float(torch.nn.utils.clip_grad_norm_(head.parameters(), settings.max_grad_norm)))
             optimiser.step()
             ratios.append(float((weight.detach() - rollouts.weight[tokens]).abs().mean()))
-    value.learn(standardised, rollouts.reward[sequence])
+    value.learn(standardised, rollouts.returns)
     return {
         "gradient_norm": sum(norms) / len(norms),
         "weight_change": ratios[-1],

@@ -19,7 +19,7 @@ from diversed.verifiers import LearnedEnsemble
 
 def collect(pair: ModelPair, task: Task, state: State, settings: TrainSettings, draws: Draws) -> Rollouts:
     """Roll out the head as it is."""
-    return roll_out(pair, task, draws, state.head, LearnedEnsemble(state.head), settings.sampling)
+    return roll_out(pair, task, draws, state.head, LearnedEnsemble(state.head), settings.sampling, settings.discount)
 
 
 def learn(state: State, batches: list[Rollouts], settings: TrainSettings, target_reward: float) -> dict[str, float]:

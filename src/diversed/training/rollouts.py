@@ -11,6 +11,7 @@ so a rollout keeps, for every token, the head's input, p(y), q(y) and TV(p, q). 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from diversed.engine import GenerationOutput, ModelPair, generate
 from diversed.tasks import Example, Task, judge, request
@@ -54,6 +56,7 @@ class Rollouts(OnDisk):
     draft_prob: Tensor  #: q of the token, [T]
     total_variation: Tensor  #: TV(p, q) at the position, [T]
     weight: Tensor  #: w that the token was drawn under, [T]
+    returns: Tensor  #: what the token and those after it earned, [T] (:func:`returns_of`)
     length: Tensor  #: tokens of each sequence, [S]
     prompt: Tensor  #: which prompt each sequence answers, [S]
     reward: Tensor  #: [S]
@@ -62,6 +65,12 @@ class Rollouts(OnDisk):
     def sequence(self) -> Tensor:
         """Which sequence each token belongs to, [T]."""
         return torch.repeat_interleave(torch.arange(len(self.length)), self.length)
+
+    @property
+    def mean_return(self) -> Tensor:
+        """Of each sequence's tokens, [S]."""
+        total = torch.zeros(len(self.length)).index_add_(0, self.sequence, self.returns)
+        return total / self.length.clamp_min(1)
 
     @property
     def log_nu(self) -> Tensor:
@@ -130,20 +139,57 @@ def complete(
     )
 
 
+def returns_of(
+    task: Task,
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: Sequence[list[int]],
+    reward: Tensor,
+    discount: float,
+) -> Tensor:
+    """What each token and those after it earned, one sequence after the other, [T].
+
+    Where the task's reward means something for unfinished text, every prefix is judged. A token's own earning is what
+    it adds to the reward of the text before it, and its return is that plus ``discount`` times the next token's return.
+    What was earned before a token is no doing of its, and what comes long after hardly: leaving both out takes away
+    most of the noise. Elsewhere every token's return is the reward of its sequence.
+    """
+    if not task.partial_reward:
+        return torch.cat([torch.full((len(ids),), r) for ids, r in zip(token_ids, reward.tolist(), strict=True)])
+    prefixes = [(e, ids[:t]) for e, ids in zip(examples, token_ids, strict=True) for t in range(1, len(ids))]
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for _, ids in prefixes]
+    earned = iter(judge(task.reward, [e for e, _ in prefixes], texts))
+    returns: list[float] = []
+    for ids, whole in zip(token_ids, reward.tolist(), strict=True):
+        so_far = [0.0, *itertools.islice(earned, max(len(ids) - 1, 0)), whole]
+        own = [after - before for before, after in itertools.pairwise(so_far)][: len(ids)]
+        later = itertools.accumulate(reversed(own), lambda rest, gain: gain + discount * rest)
+        returns += reversed(list(later))
+    return torch.tensor(returns)
+
+
 def roll_out(
-    pair: ModelPair, task: Task, draws: Draws, head: EnsembleHead, verifier: Verifier, sampling: Sampling
+    pair: ModelPair,
+    task: Task,
+    draws: Draws,
+    head: EnsembleHead,
+    verifier: Verifier,
+    sampling: Sampling,
+    discount: float = 1.0,
 ) -> Rollouts:
     """Sample one completion per draw under ``verifier`` and score it with the task's reward."""
     out = complete(pair, task, draws, verifier, sampling, bonus="verifier", trace=True)
     assert out.trace is not None
     traces = out.trace
+    reward = torch.tensor(judge(task.reward, draws.examples, out.texts))
     return Rollouts(
         inputs=torch.cat([head.join_inputs(t.target_hidden, t.draft_hidden, t.features) for t in traces]),
         target_prob=torch.cat([t.target_prob for t in traces]),
         draft_prob=torch.cat([t.draft_prob for t in traces]),
         total_variation=torch.cat([t.total_variation for t in traces]),
         weight=torch.cat([t.weight for t in traces]),
+        returns=returns_of(task, draws.examples, pair.tokenizer, out.token_ids, reward, discount),
         length=torch.tensor([len(t.token_ids) for t in traces]),
         prompt=torch.tensor(draws.numbers),
-        reward=torch.tensor(judge(task.reward, draws.examples, out.texts)),
+        reward=reward,
     )

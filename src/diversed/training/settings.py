@@ -33,6 +33,7 @@ class TrainSettings:
     num_speculative_tokens: int = 5
     temperature: float = 1.0
     batch_size: int = 64
+    discount: float = 0.9  # of what later tokens earn, where a task's reward speaks of unfinished text; 1 elsewhere
 
     # the head
     mlp_size: int = 0
@@ -96,7 +97,7 @@ class TrainSettings:
             require(name, lambda x: number(x) and x > 0, "a number above 0")
         for name in ("tolerance", "weight_decay", "dual_rate"):
             require(name, lambda x: number(x, 0), "a number, 0 or above")
-        for name in ("warm_share", "warmup_share"):
+        for name in ("warm_share", "warmup_share", "discount"):
             require(name, lambda x: number(x, 0, 1), "between 0 and 1")
         for name in ("features", "hidden", "normalise"):
             require(name, lambda x: isinstance(x, bool), "true or false")
