@@ -67,8 +67,8 @@ def test_summary_scores_are_rouge_scores(name, folder):
         kept = " ".join(text.split()[:32]) if name == "xsum" else text
         scores = scorer.score(right, kept)
         assert judge(task.score, task.examples, [text]) == [pytest.approx(scores["rouge2"].fmeasure)]
-        mean = sum(s.fmeasure for s in scores.values()) / 3
-        assert judge(task.reward, task.examples, [text]) == [pytest.approx(mean)]
+        blend = 0.8 * scores["rouge2"].fmeasure + 0.1 * (scores["rouge1"].fmeasure + scores["rougeL"].fmeasure)
+        assert judge(task.reward, task.examples, [text]) == [pytest.approx(blend)]
     assert (judge(task.score, task.examples, [late])[0] == 0.0) == (name == "xsum")
     assert judge(task.score, task.examples, [f"x\n\n{right}"]) == [0.0]  # after the stop string
 
