@@ -175,7 +175,7 @@ def test_the_surrogate_stops_rewarding_ratios_beyond_the_clip() -> None:
 
 def test_baselines_leave_the_sequence_itself_out() -> None:
     rollouts = bandit([0.9, 0.1], [0.3, 0.7], [1.0, 0.0], 0.5, 6, 0)
-    rollouts.reward = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
+    rollouts.reward = rollouts.returns = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
     rollouts.prompt = torch.tensor([0, 0, 1, 1, 2, 2])
     value = StateValue.empty(2)
     batch = advantages(rollouts, TrainSettings(baseline="batch"), value, rollouts.inputs)
