@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 from typer.testing import CliRunner
 
-from diversed.cli import app
+from diversed.cli import app, show_warning
 from diversed.cli.options import VERIFIER_HELP
 from diversed.evaluation.settings import RULES
 
@@ -46,6 +47,14 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """The installed command in a process of its own, as a user meets it."""
     command = [sys.executable, "-m", "diversed.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=300, check=False)
+
+
+def test_a_warning_is_one_line_without_source_code(capsys, monkeypatch):
+    monkeypatch.setattr(warnings, "showwarning", show_warning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning("slow [here]", UserWarning, "file.py", 1)
+    assert capsys.readouterr().err == "diversed: warning: slow [here]\n"
 
 
 def test_help_teaches():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from torch import nn
 
 from diversed import ModelPair, generate
 from diversed.engine import packing
-from diversed.engine.packing import PackedLinear, pack_linears, packing_works, share_embeddings
+from diversed.engine import pair as pair_module
+from diversed.engine.packing import PackedLinear, multiplies_bf16, pack_linears, packing_works, share_embeddings
+from diversed.engine.pair import load_model
 from models import random_prompts, tiny
 
 needs_packing = pytest.mark.skipif(not packing_works(), reason="this torch or processor has no packed bf16 products")
@@ -95,3 +98,25 @@ def test_a_weight_that_layers_share_is_packed_once() -> None:
     pack_linears(target, draft)
     assert draft.lm_head.packed is target.lm_head.packed
     assert draft.model.layers[0].mlp.up_proj.packed is not target.model.layers[0].mlp.up_proj.packed
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_bf16_on_a_processor_without_it_is_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
+) -> None:
+    tiny("llama").bfloat16().save_pretrained(tmp_path)
+    monkeypatch.setattr(pair_module, "multiplies_bf16", lambda device: supported)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_model(tmp_path, "draft", dtype="auto")
+        load_model(tmp_path, "draft", dtype=torch.float32)
+    said = [str(w.message) for w in caught if "bfloat16" in str(w.message)]
+    assert len(said) == (not supported)
+    assert all("dtype=float32" in text and str(tmp_path) in text for text in said)
+
+
+def test_every_device_says_whether_it_multiplies_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert multiplies_bf16(torch.device("cpu")) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert multiplies_bf16(torch.device("mps"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    assert not multiplies_bf16(torch.device("cuda"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+import warnings
+from typing import Annotated, Any
 
 import typer
 
@@ -47,12 +48,18 @@ def options(
     """Set up what all commands share."""
 
 
+def show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """In place of Python's own form, which shows a line of source code."""
+    notes.print(f"diversed: warning: {message}", style="yellow", markup=False, soft_wrap=True)
+
+
 def main() -> None:
     """Run the command line; what a user can mend is one line on standard error and exit code 2."""
     import os
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.showwarning = show_warning
     try:
         from transformers.utils import logging
 

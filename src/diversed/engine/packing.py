@@ -48,6 +48,14 @@ def packing_works() -> bool:
         return False
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether products in bf16 pay on this device. A processor without the instructions converts every operand."""
+    if device.type == "cpu":
+        supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # not a documented operator
+        return supported is None or bool(supported())
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def pack_linears(*models: PreTrainedModel) -> None:
     """Replace the plain linear layers of bf16 models on the CPU, in place; a weight that several layers share is packed
     once. Leaves any other model as it is."""

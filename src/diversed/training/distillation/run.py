@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from diversed.engine.packing import multiplies_bf16
 from diversed.evaluation.statistics import Interval, ratio_interval
 from diversed.training.distillation.loss import (
     Divergences,
@@ -66,6 +67,8 @@ class Run:
         self.device: torch.device = student.get_input_embeddings().weight.device
         self.heads = head_of(target), head_of(student)
         vocab = max(m.get_output_embeddings().weight.shape[0] for m in (target, student))
+        precision = settings.precision
+        self.bf16 = precision == "bf16" or (precision == "auto" and multiplies_bf16(self.device))
         self.chunk = chunk_size(vocab, self.device)
         self.divergences: Divergences = torch.compile(divergences, dynamic=True) if settings.compile else divergences
         self.learned = {name: p for name, p in student.named_parameters() if p.requires_grad}
@@ -76,7 +79,7 @@ class Run:
         return time.perf_counter() - self.started
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
 def train(

@@ -29,7 +29,8 @@ class DistillSettings:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     tv_from: float = 0.5  #: share of the run after which the loss is KL + 2 TV instead of KL
-    precision: Literal["bf16", "float32"] = "bf16"  #: of the forward passes; learned parameters are float32
+    #: Of the forward passes; auto: bf16 where the device multiplies in it. Learned parameters are float32.
+    precision: Literal["auto", "bf16", "float32"] = "auto"
     compile: bool = False  #: torch.compile the divergences; pays on a GPU, in runs of more than some minutes
     seed: int = 0
     # What follows may differ when a run is resumed.
@@ -67,7 +68,7 @@ def check_settings(settings: DistillSettings, given: Sequence[str | None] | None
     for name in ("tv_from", "sampling_share"):
         require(number(getattr(settings, name)) and 0 <= getattr(settings, name) <= 1, name, "between 0 and 1")
     require(settings.text in ("target", "given", "mixed"), "text", "'target', 'given' or 'mixed'")
-    require(settings.precision in ("bf16", "float32"), "precision", "'bf16' or 'float32'")
+    require(settings.precision in ("auto", "bf16", "float32"), "precision", "'auto', 'bf16' or 'float32'")
     budget, batch = settings.budget_seconds, settings.sampling_batch
     require(budget is None or (number(budget) and budget > 0), "budget_seconds", "a number above 0, or None for none")
     require(batch is None or (isinstance(batch, int) and batch >= 1), "sampling_batch", "a whole number above 0")
