@@ -53,7 +53,7 @@ def test_a_warning_is_one_line_without_source_code(capsys, monkeypatch):
     monkeypatch.setattr(warnings, "showwarning", show_warning)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning("slow [here]", UserWarning, "file.py", 1)
+        warnings.warn("slow [here]", stacklevel=1)
     assert capsys.readouterr().err == "diversed: warning: slow [here]\n"
 
 
