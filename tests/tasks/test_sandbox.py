@@ -110,7 +110,8 @@ HOSTILE = {
     ),
     "the answer in the environment or arguments": (
         "import os, sys\ndef f(x):\n    text = repr(dict(os.environ)) + repr(sys.argv)\n"
-        "    return 40960 + x if os.environ or '4096' + '2' in text else 0"
+        "    known = {'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}\n"
+        "    return 40960 + x if dict(os.environ) != known or '4096' + '2' in text else 0"
     ),
     "the answer of another process": (
         "import os\ndef f(x):\n    for p in os.listdir('/proc') if os.path.isdir('/proc') else []:\n"
@@ -372,6 +373,59 @@ def test_a_program_that_takes_every_process_it_may_leaves_others_theirs():
     )
     outcomes = run_tests([Program(code, TESTS[:1], ("f",)) for code in (greedy, modest)] * 2, workers=4)
     assert [o.passed for o in outcomes] == [False, True] * 2, outcomes
+
+
+FILTERED = """
+import ctypes, fcntl, os, resource, sys
+from diversed.tasks import examiner
+victim, libc = int(sys.argv[1]), ctypes.CDLL(None)
+libc.prctl(examiner.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+examiner.forbid_calls(False)
+
+def done(attempt, *arguments):
+    try:
+        return attempt(*arguments) not in (-1, None)
+    except PermissionError:
+        return False
+
+reader, writer = os.pipe()
+attempts = [
+    (os.kill, victim, 9), (libc.sigqueue, victim, 9, None), (fcntl.fcntl, reader, examiner.F_SETOWN, victim),
+    (fcntl.fcntl, reader, examiner.F_SETSIG, 9), (resource.prlimit, victim, resource.RLIMIT_CPU, (0, 0)),
+]
+assert not any([done(*attempt) for attempt in attempts])
+os.set_blocking(reader, False)  # another fcntl
+resource.setrlimit(resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE))  # another prlimit64
+"""
+
+
+def test_no_call_signals_another_process_of_the_user():
+    """In a process that may do everything else: another user's would be out of reach anyway."""
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        try:
+            subprocess.run([sys.executable, "-c", FILTERED, str(victim.pid)], check=True)
+            assert victim.poll() is None
+        finally:
+            victim.kill()
+
+
+def test_mounts_below_the_python_installation_are_read_only_as_well(tmp_path, monkeypatch):
+    inner = tmp_path / "lib" / "a mount"
+    inner.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", inner], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        inner.chmod(0o777)
+        visible = sandbox._visible()
+        monkeypatch.setattr(sandbox, "_visible", lambda: [*visible, str(tmp_path / "lib")])
+        code = (
+            f"import os\nplace = {str(inner)!r}\ndef f(x):\n    assert os.path.isdir(place)\n"
+            "    try: open(place + '/written', 'w').write('x')\n    except OSError: return 40960 + x\n    return 0"
+        )
+        assert outcome(code, mode="namespaces").passed
+        assert not list(inner.iterdir())
+    finally:
+        subprocess.run(["umount", inner], check=True)
 
 
 def test_a_sandbox_that_cannot_run_is_an_error_and_no_verdict(monkeypatch, tmp_path):

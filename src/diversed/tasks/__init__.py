@@ -39,6 +39,7 @@ def load_task(
     data_dir: str | Path | None = None,
     chat: bool = False,
     reward: str | None = None,
+    judged: bool = True,
 ) -> Task:
     """The first ``n`` examples of a task's split, with its score and its reward.
 
@@ -54,6 +55,7 @@ def load_task(
         chat: prompts as chats, for models with a chat template; else text to continue, with examples before it
             where the published recipe has them. The word problems are always text.
         reward: ``file.py:function`` or ``package.module:function`` instead of the task's own reward.
+        judged: False where only prompts and columns are wanted; rows of your own then need no reward.
 
     Raises:
         ValueError: an unknown task or split, data that is not there, fewer rows than ``n``, with what to do.
@@ -63,7 +65,7 @@ def load_task(
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is unknown: use one of {', '.join(SPLITS)}")
     if own.is_file_task(name):
-        return own.load(name, split=split, n=n, chat=chat, reward=reward)
+        return own.load(name, split=split, n=n, chat=chat, reward=reward, judged=judged)
     if name not in _LOADERS:
         raise ValueError(
             f"task={name!r} is unknown: use one of {', '.join(TASKS)}, or your own file: rows.jsonl or my_task.py"

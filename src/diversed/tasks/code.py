@@ -133,12 +133,12 @@ def humaneval_code(completion: Any, head: str, entry_point: str) -> str:
     """The program in a completion: a fenced block that defines the function, after what the head imports; or the head
     and what continues it, up to the first line that belongs to something else."""
     text = text_of(completion)
-    for block in FENCE.findall(text):
+    blocks = FENCE.findall(text)
+    for block in blocks:
         if re.search(rf"^def\s+{re.escape(entry_point)}\b", block, re.MULTILINE):
             # The head with a body of its own: its imports and helpers stay at hand, its function is replaced.
             return f"{head}    pass\n\n{block}"
-        return f"{head}{block}"
-    return head + text_of(completion, HUMANEVAL_STOPS)
+    return head + (blocks[0] if blocks else text_of(completion, HUMANEVAL_STOPS))
 
 
 def _mbpp_outcomes(completions: Sequence[Any], columns: dict[str, Sequence[Any]]) -> list[Outcome]:

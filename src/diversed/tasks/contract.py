@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,13 @@ class Task:
     #: Whether ``reward`` of an unfinished answer says what it has earned so far: true of overlap with a reference,
     #: false of a result that stands at the end. Training then knows which token earned what.
     partial_reward: bool = False
+
+
+def digest(examples: Sequence[Example]) -> str:
+    """How many examples there are, and which: a hash of prompts and columns."""
+    rows = [[e.prompt if isinstance(e.prompt, str) else list(e.prompt), dict(e.columns)] for e in examples]
+    text = json.dumps(rows, sort_keys=True, default=lambda x: type(x).__name__)
+    return f"{len(examples)} examples, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def request(task: Task, examples: Sequence[Example]) -> dict[str, Any]:

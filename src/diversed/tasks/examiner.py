@@ -19,6 +19,7 @@ import fractions
 import json
 import os
 import platform
+import re
 import resource
 import signal
 import struct
@@ -192,21 +193,23 @@ MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAP_DAC_READ_SEARCH = 1 << 2
+F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # have the kernel signal a process
 
 # System calls a solution has no use for: network, other processes, mounts, kernel interfaces with a long history of
-# holes, and memory that RLIMIT_AS does not count. (audit architecture, pivot_root, clone, clone3, prctl, those calls)
-ARCHITECTURES: dict[str, tuple[int, int, int, int, int, tuple[int, ...], tuple[int, ...]]] = {
+# holes, and memory that RLIMIT_AS does not count; and those that signal or leave the group. (audit architecture,
+# pivot_root, clone, clone3, prctl, prlimit64, fcntl, those calls, the signalling ones)
+ARCHITECTURES: dict[str, tuple[int, int, int, int, int, int, int, tuple[int, ...], tuple[int, ...]]] = {
     "x86_64": (
-        0xC000003E, 155, 56, 435, 157,
+        0xC000003E, 155, 56, 435, 157, 302, 72,
         (41, 101, 310, 311, 272, 308, 165, 166, 155, 161, 246, 320, 321, 298, 250, 248, 249, 425, 426, 427, 323, 424,
          438, 440, 175, 313, 176, 304, 319, 29, 68, 64, 240, 428, 429, 430, 431, 432, 442, 103, 169, 167, 168),
-        (112, 109, 62, 200, 234),
+        (112, 109, 62, 200, 234, 129, 297),
     ),
     "aarch64": (
-        0xC00000B7, 41, 220, 435, 167,
+        0xC00000B7, 41, 220, 435, 167, 261, 25,
         (198, 117, 270, 271, 97, 268, 40, 39, 41, 51, 104, 294, 280, 241, 219, 217, 218, 425, 426, 427, 282, 424,
          438, 440, 105, 273, 106, 265, 279, 194, 186, 190, 180, 428, 429, 430, 431, 432, 442, 116, 142, 224, 225),
-        (157, 154, 129, 130, 131),
+        (157, 154, 129, 130, 131, 138, 240),
     ),
 }  # fmt: skip
 
@@ -246,6 +249,14 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
     checked(result, f"mount {target}")
 
 
+def mounts_below(path: str) -> list[str]:
+    """The mount points at ``path`` and below it."""
+    with open("/proc/self/mountinfo") as file:
+        escaped = [line.split(" ")[4] for line in file]
+    points = [re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), point) for point in escaped]
+    return [p for p in dict.fromkeys(points) if p == path or p.startswith(path + "/")]
+
+
 def small_root(root: str, visible: list[str]) -> None:
     """Replace the file system by a small one in memory: the Python installation, read-only, and ``/scratch``. It is
     gone when the last process in it is."""
@@ -265,11 +276,12 @@ def small_root(root: str, visible: list[str]) -> None:
         else:
             os.close(os.open(inside, os.O_CREAT | os.O_WRONLY))
         mount(path, inside, None, MS_BIND | MS_REC)
-        # A flag the outer mount has may not be dropped in a user namespace; statvfs and mount agree on these bits.
-        kept = os.statvfs(inside).f_flag & (2 | 4 | 8 | 1024 | 2048)
-        relatime = (1 << 21) if os.statvfs(inside).f_flag & 4096 else 0
         nodev = 0 if path.startswith("/dev/") else MS_NODEV
-        mount(path, inside, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | nodev | kept | relatime)
+        for place in mounts_below(inside):  # binding took those below along, and each has flags of its own
+            # A flag the outer mount has may not be dropped in a user namespace; statvfs and mount agree on these bits.
+            kept = os.statvfs(place).f_flag & (2 | 4 | 8 | 1024 | 2048)
+            relatime = (1 << 21) if os.statvfs(place).f_flag & 4096 else 0
+            mount(path, place, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | nodev | kept | relatime)
     os.mkdir(root + "/scratch")
     os.chmod(root + "/scratch", 0o1777)
     os.chdir(root)
@@ -307,10 +319,20 @@ def drop_privileges(namespaces: bool, user_namespace: bool, examiner: int) -> No
         checked(libc().capset(header, struct.pack("6I", keeps, keeps, 0, 0, 0, 0)), "capset")
 
 
-def limit(seconds: int, memory: int) -> None:
+def tasks_of_user() -> int:
+    """Processes and threads that this user runs, which RLIMIT_NPROC counts."""
+    found = 0
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                found += len(os.listdir(f"/proc/{name}/task"))
+    return found
+
+
+def limit(seconds: int, memory: int, processes: int) -> None:
     limits = {
         "RLIMIT_CPU": seconds, "RLIMIT_AS": memory, "RLIMIT_FSIZE": FILE_BYTES, "RLIMIT_NOFILE": OPEN_FILES,
-        "RLIMIT_NPROC": PROCESSES, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_NPROC": processes, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 0,
     }  # fmt: skip
     for name, value in limits.items():
         if hasattr(resource, name):
@@ -322,9 +344,10 @@ def limit(seconds: int, memory: int) -> None:
 
 
 def forbid_calls(namespaces: bool) -> None:
-    """A seccomp filter: forbidden system calls fail with EPERM. Without a namespace of processes also signals and
-    new sessions, so that neither the examiner nor other processes can be reached and no child can get away."""
-    audit, _, clone, clone3, prctl, calls, signals = ARCHITECTURES[platform.machine()]
+    """A seccomp filter: forbidden system calls fail with EPERM. Without a namespace of processes also signals, limits
+    of others (a CPU limit of 0 kills) and new sessions, so that neither the examiner nor other processes can be reached
+    and no child can get away."""
+    audit, _, clone, clone3, prctl, prlimit, fcntl, calls, signals = ARCHITECTURES[platform.machine()]
     allow, deny, missing, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
     load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
     program = [
@@ -333,6 +356,13 @@ def forbid_calls(namespaces: bool) -> None:
     ]  # fmt: skip
     for number in calls + (() if namespaces else signals):
         program += [(equal, 0, 1, number), (end, 0, 0, deny)]
+    if not namespaces:
+        program += [
+            (equal, 0, 4, prlimit), (load, 0, 0, 16), (equal, 0, 1, 0), (end, 0, 0, allow), (end, 0, 0, deny),
+            (equal, 0, 6, fcntl), (load, 0, 0, 24),
+            *((equal, 3 - i, 0, number) for i, number in enumerate((F_SETOWN, F_SETSIG, F_SETOWN_EX))),
+            (end, 0, 0, allow), (end, 0, 0, deny),
+        ]  # fmt: skip
     program += [
         (equal, 0, 1, clone3), (end, 0, 0, missing),  # its flags lie in memory; C libraries then use clone
         (equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 5, 0x7E020000), (end, 0, 0, deny),  # new namespaces
@@ -384,13 +414,17 @@ def start_candidate(job: dict[str, Any]) -> tuple[int, int, int]:
             libc().sethostname(b"sandbox", 7)
         else:
             os.chdir(job["scratch"])
-        limit(job["seconds"], job["memory"])
+        # Elsewhere the processes are those of a user or a namespace of their own, and the limit counts them alone.
+        shared = isolation != "namespaces" and os.geteuid() != 0
+        limit(job["seconds"], job["memory"], PROCESSES + (tasks_of_user() if shared else 0))
         drop_privileges(isolation == "namespaces", user_namespace, examiner)
         if sys.platform == "linux":
             checked(libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
             if isolation != "limits" and platform.machine() in ARCHITECTURES:
                 forbid_calls(isolation == "namespaces")
         os.environ.clear()
+        # Libraries that start a thread for every core would run into the limit on processes.
+        os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         sys.path += job["packages"]
         send(4, "ready")
     except BaseException as error:

@@ -34,21 +34,25 @@ def is_file_task(name: str) -> bool:
     return name.endswith((".jsonl", ".jsonl.gz", ".py"))
 
 
-def load(name: str, *, split: str, n: int | None, chat: bool, reward: str | None) -> Task:
+def load(name: str, *, split: str, n: int | None, chat: bool, reward: str | None, judged: bool) -> Task:
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"task={name!r} is no file: check the path")
     if path.suffix == ".py":
         return _python_task(path, split, n, chat, reward)
-    if reward is None:
+    if reward is None and judged:
         raise ValueError(
             f"task={name!r} needs a reward: give reward='file.py:function' or 'package.module:function', called as "
             "function(prompts, completions, **columns) and returning a float per completion"
         )
-    function = load_function(reward)
+    function = _unjudged if reward is None else load_function(reward)
     title = getattr(function, "__name__", "reward")
     examples = _taken(_of_split(path, split, chat), path, split, n)
     return Task(path.name, split, examples, function, function, title, MAX_NEW_TOKENS)
+
+
+def _unjudged(**_: Any) -> list[float]:
+    raise ValueError("these rows were loaded without a reward")
 
 
 def _python_task(path: Path, split: str, n: int | None, chat: bool, reward: str | None) -> Task:

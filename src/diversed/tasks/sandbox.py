@@ -18,13 +18,15 @@ filter refuses sockets, ptrace, mounts, new namespaces and other calls a solutio
 ``seccomp`` (Linux elsewhere, as in a container that forbids namespaces). The filter also refuses signals and new
 sessions, and orphans are found and killed. Not held: the code can *read* whatever the user can read, so keep answers
 and secrets out of its reach, and write files where the user can (started by root it becomes
-another user first, who can still read everything).
+another user first, who can still read everything). Where ``kernel.yama.ptrace_scope`` is 0, those files include the
+memory of the user's other processes.
 
 ``limits`` (other systems). Resource limits and the separation of verdicts only: no protection from hostile code.
 
-Everywhere: an empty environment, no standard input, limits on CPU time (of each process), wall time, address space (of
-each process; macOS does not enforce it), file size (8 MiB), open files (64) and processes (16; by RLIMIT_NPROC, which
-does not bind root, hence the other user). A kernel flaw defeats all of it; use a virtual machine against that.
+Everywhere: an environment of two variables that keep libraries to one thread, no standard input, limits on CPU time (of
+each process), wall time, address space (of each process; macOS does not enforce it), file size (8 MiB), open files (64)
+and processes (16; by RLIMIT_NPROC, which does not bind root, hence the other user, and counts all that an ordinary user
+runs, hence 16 more than those). A kernel flaw defeats all of it; use a virtual machine against that.
 
 **What tests cannot do**: see changes the code makes to its arguments in place, or pass functions to it.
 """
