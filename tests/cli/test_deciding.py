@@ -100,6 +100,9 @@ def test_calibrate_writes_beside_a_head_what_a_request_can_wish_for(tmp_path: Pa
     assert planned.exit_code == 0, planned.output
     points = json.loads((tmp_path / "plan.json").read_text())
     assert [p["setting"]["quality"] for p in points] == [None, 0.0, 1.0]
+    elsewhere = run("plan", "--trace", str(head), "--temperature", "0")
+    assert "temperature=0: the head" in str(elsewhere.exception)
+    assert "was calibrated at 1" in str(elsewhere.exception)
     assert points[1]["speedup"] == pytest.approx(1 / learned.calibration.points[0].normalised_time)
     row = tmp_path / "row.json"
     wished = run("generate", "Question: Ada", "--verifier", str(head), "--min-quality", "0.0001", "--json", str(row))

@@ -111,6 +111,18 @@ def test_when_nothing_is_faster_the_plan_is_not_to_speculate(measurements) -> No
     assert advice(chosen, points).startswith("Do not speculate")
 
 
+def test_a_plan_takes_scores_from_all_prompts_not_from_the_traced_ones(measurements) -> None:
+    one = Setting("head", 0.5, 5)
+    traced_wrong = [
+        type(m)(**(vars(m) | {"scores": [0.0] * len(m.scores)})) if m.kind == "traced" else m for m in measurements
+    ]
+    scored = next(m for m in measurements if m.kind == "scored" and m.setting == one)
+    found = {p.setting: p for p in candidates(Recorded(CONFIG, PROVENANCE, traced_wrong, Plan((), 8, 4, 0)), 1.0)}
+    assert found[one].score == sum(scored.scores) / len(scored.scores) == 0.875
+    assert found[one.at_n(16)].score == 0.875  # never run: that of the nearest N
+    assert found[one.at_n(2)].score == 1.0
+
+
 def slower(time: dict[str, float]) -> dict[str, float]:
     return time | {"draft": 10 * time["draft"], "verification": 30 * time["verification"]}
 

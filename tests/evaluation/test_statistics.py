@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -46,9 +48,9 @@ def test_the_ratio_is_covered_when_sequences_differ():
     assert 0.92 < np.mean(hits) < 0.97
 
 
-@pytest.mark.parametrize("n", [11, 30])
+@pytest.mark.parametrize("n", [7, 11, 30])
 def test_the_median_of_paired_times_is_covered(n):
-    """Prompts differ, and the machine has hiccups; times of one prompt go together. Medians of few are lumpy."""
+    """Prompts differ, and the machine has hiccups; times of one prompt go together."""
     rng = np.random.default_rng(2)
     hits = []
     for _ in range(400):
@@ -57,11 +59,19 @@ def test_the_median_of_paired_times_is_covered(n):
         ratio, (low, high) = median_interval(ours / alone)
         assert low <= ratio <= high
         hits.append(low <= 0.5 <= high)
-    assert 0.92 < np.mean(hits) < 0.985
+    k = {7: 1, 11: 2, 30: 10}[n]  # order statistics come in steps
+    exact = 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
+    assert exact >= 0.95
+    assert np.mean(hits) == pytest.approx(exact, abs=0.025)
 
 
 def test_a_percentile_interval_needs_nearly_all_resamples():
     values = np.arange(1000.0)
     assert percentile_interval(values) == pytest.approx((24.975, 974.025))
     assert percentile_interval(np.where(values < 100, np.nan, values)) is None
+
+
+def test_a_median_of_so_few_that_their_range_may_miss_it_has_no_interval():
     assert median_interval([1.0, 3.0]) == (2.0, None)
+    assert median_interval([1.0, 3.0, 2.0, 5.0, 4.0]) == (3.0, None)  # all on one side of it: once in 16
+    assert median_interval([1.0, 3.0, 2.0, 5.0, 4.0, 6.0])[1] is not None

@@ -13,7 +13,7 @@ from diversed.engine import ModelPair
 from diversed.evaluation import sweep as module
 from diversed.evaluation.rows import summarise
 from diversed.evaluation.settings import DRAFT_ONLY, RIVALS, TARGET_ONLY, Setting, load_verifier
-from diversed.evaluation.show import family, frontier_picture, frontier_table, write_json
+from diversed.evaluation.show import family, frontier_picture, frontier_table, with_interval, write_json
 from diversed.evaluation.sweep import Plan, header_of, sweep
 from diversed.tasks import load_task
 from diversed.verifiers import (
@@ -258,3 +258,41 @@ def test_a_trace_is_recorded_once_for_all_n():
         ("static:0.5", 5, 0, 4),
         ("static:0.5", 5, 4, 6),
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "interval", "text"),
+    [
+        (0.953, (0.94, 0.966), ".953±.013"),
+        (10.123, (9.623, 10.623), "10.123±.500"),
+        (100.0, (80.0, 120.0), "100.000±20.000"),
+        (-0.25, (-0.5, 0.0), "-.250±.250"),
+        (0.5, (float("-inf"), float("inf")), "0.500"),
+        (None, None, "–"),
+    ],
+)
+def test_values_with_their_intervals(value, interval, text):
+    assert with_interval(value, interval) == text
+
+
+def test_rows_are_json_that_every_reader_takes(tmp_path):
+    row = {"score": float("nan"), "ci": (float("-inf"), float("inf")), "deep": [{"x": 1.5}], "n": 3}
+    write_json([row], tmp_path / "rows.json")
+    text = (tmp_path / "rows.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found == [{"score": None, "ci": [None, None], "deep": [{"x": 1.5}], "n": 3}]
+
+
+def test_other_rows_other_scores_and_other_weights_are_another_run(pair, task, tmp_path):
+    config = module.configuration(pair, task, PLAN)
+    other = replace(task.examples[0], columns=dict(task.examples[0].columns) | {"answer": "another"})
+    changed = replace(task, examples=[other, *task.examples[1:]])
+    assert module.configuration(pair, changed, PLAN)["examples"] != config["examples"]
+    assert module.configuration(pair, replace(task, score_name="mine"), PLAN) != config
+    assert module.weights_in(tmp_path) is None
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(1 << 20))
+    before = module.weights_in(tmp_path)
+    assert before == module.weights_in(tmp_path)
+    file.write_bytes(bytes(1 << 19) + b"trained" * 1000 + bytes((1 << 19) - 7000))
+    assert module.weights_in(tmp_path) not in (None, before)

@@ -94,6 +94,8 @@ def test_humaneval_code_continues_the_head_or_replaces_it():
     exec(whole, names)
     assert names["f"](1.5) == 1
     assert humaneval_code("```python\n    return x\n```", head, "f") == f"{head}    return x\n"
+    example_first = "Use it so:\n```python\nprint(f(1))\n```\n```python\ndef f(x):\n    return x\n```"
+    assert humaneval_code(example_first, head, "f") == f"{head}    pass\n\ndef f(x):\n    return x\n"
 
 
 def test_code_reward_is_the_fraction_and_the_score_all_or_nothing(folder):

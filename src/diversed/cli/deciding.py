@@ -82,6 +82,12 @@ def plan(
     wish = Wish(latency_ms, min_quality, speedup)
     calibration = load_calibration(trace) if trace.is_dir() else None
     if calibration is not None:
+        measured_at = calibration.conditions["temperature"]
+        if temperature != measured_at:
+            raise ValueError(
+                f"temperature={temperature:g}: the head in {str(trace)!r} was calibrated at {measured_at:g}: ask for "
+                f"that, or run diversed calibrate --temperature {temperature:g}"
+            )
         points = calibrated(str(trace), calibration)
     else:
         points = candidates(read_measurements(measurements_in(trace)), temperature)
@@ -163,7 +169,7 @@ def calibrate(
         reward=reward,
         data_dir=data_dir,
         output_dir=output_dir
-        or head / f"calibration-{task}-{split}-T{temperature:g}-N{num_speculative_tokens}-seed{seed}",
+        or head / f"calibration-{Path(task).name}-{split}-T{temperature:g}-N{num_speculative_tokens}-seed{seed}",
         json_file=json_file,
         resume=True,
         title=f"{task}, {split} split: {head}",

@@ -13,7 +13,7 @@ Origin = Literal["accepted", "recovered", "bonus"]
 
 @dataclass
 class TimeSplit:
-    """Wall time in seconds. ``rest`` is whatever no other part claims: tokenising, bookkeeping, callbacks.
+    """Wall time in seconds. ``rest`` is whatever no other part claims: bookkeeping, callbacks.
     ``compile`` is what a compiled pair waits for once (``total`` leaves it out)."""
 
     prefill: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diversed.evaluation.prediction import Foretold, costs_of, foretell, target_step
+from diversed.evaluation.prediction import Foretold, costs_of, foretell, judged, target_step
 from diversed.evaluation.settings import TARGET_ONLY, Setting
 from diversed.evaluation.statistics import mean_interval
 from diversed.evaluation.sweep import LONGEST_BLOCK, Measurement, Recorded
@@ -99,8 +99,7 @@ def target_only(measurements: Sequence[Measurement], temperature: float) -> Fore
     step = target_step(measurements, temperature)
     if step is None:
         return None
-    judged = [m for m in measurements if m.kind == "scored" and m.setting == setting] or timed
-    score, score_ci = mean_interval([s for m in judged for s in m.scores])
+    score, score_ci = mean_interval([s for m in judged(measurements, setting) for s in m.scores])
     seconds = sum(m.seconds for m in timed) / sum(sum(m.tokens) for m in timed)
     return Foretold(setting, score, score_ci, 1.0, 1.0, (1.0, 1.0), seconds)
 

@@ -78,6 +78,15 @@ def traced(measurements: Sequence[Measurement], setting: Setting) -> list[Measur
     return [m for m in mine if m.setting.num_speculative_tokens == largest]
 
 
+def judged(measurements: Sequence[Measurement], setting: Setting) -> list[Measurement]:
+    """The passes that scored a setting's verifier, quality and temperature on all prompts, at the N nearest its own."""
+    mine = [m for m in measurements if m.setting.at_n(0) == setting.at_n(0)]
+    # In batches of one the timed passes score as well.
+    mine = [m for m in mine if m.kind == "scored"] or [m for m in mine if m.kind == "timed"]
+    apart = [abs(m.setting.num_speculative_tokens - setting.num_speculative_tokens) for m in mine]
+    return [m for m, distance in zip(mine, apart, strict=True) if distance == min(apart)]
+
+
 @dataclass(frozen=True)
 class Foretold:
     """What is expected of a setting: one row of a plan."""
@@ -94,9 +103,9 @@ class Foretold:
 def foretell(measurements: Sequence[Measurement], setting: Setting, costs: Costs | None = None) -> Foretold | None:
     """Score, target passes and speed of a setting, whose N need not have been measured.
 
-    The number of target passes comes from texts recorded for its verifier, quality and temperature; costs from the
-    timed passes, or as given. The interval of the speed-up speaks of prompts, not of the costs. None where there is no
-    trace or no timing, or N lies beyond what traces foretell.
+    The number of target passes comes from texts recorded for its verifier, quality and temperature, the score from the
+    scored passes; costs from the timed passes, or as given. The interval of the speed-up speaks of prompts, not of the
+    costs. None where there is no trace or no timing, or N lies beyond what traces foretell.
     """
     n = setting.num_speculative_tokens
     texts = traced(measurements, setting)
@@ -111,7 +120,7 @@ def foretell(measurements: Sequence[Measurement], setting: Setting, costs: Costs
     mean_tokens, mean_blocks = weights @ t / len(t), weights @ b / len(t)
     drawn = speedup_with_prompt(mean_tokens, mean_blocks, n, costs)
     speed = speedup_with_prompt(float(t.mean()), float(b.mean()), n, costs)
-    score, score_ci = mean_interval([s for m in texts for s in m.scores])
+    score, score_ci = mean_interval([s for m in judged(measurements, setting) or texts for s in m.scores])
     whole_step = step * (costs.target_prefill + float(t.mean())) / float(t.mean())  # its share of the prompt included
     return Foretold(
         setting, score, score_ci, float(t.sum() / b.sum()), speed, percentile_interval(drawn), whole_step / speed

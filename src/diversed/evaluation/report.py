@@ -21,7 +21,7 @@ from diversed.evaluation.pictures import pictures_of
 from diversed.evaluation.rows import at_one_n, summarise
 from diversed.evaluation.settings import TARGET_ONLY, Setting
 from diversed.evaluation.show import family, number
-from diversed.evaluation.sweep import Recorded, Row, read_measurements
+from diversed.evaluation.sweep import PARTS, Recorded, Row, read_measurements
 
 Cells = Sequence[str]
 
@@ -136,7 +136,7 @@ def label(setting: Setting) -> str:
 
 TABLE_HEADER = (
     "verifier", "quality", "N", "T", "score", "acceptance", "bias", "block efficiency", "tokens/s", "normalised time",
-    "speed-up", "predicted ÷ measured", "prefill / draft / target / verification / rest",
+    "speed-up", "predicted ÷ measured", " / ".join(PARTS),
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from diversed.evaluation.prediction import foretell, traced
 from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
 from diversed.evaluation.statistics import Interval, mean_interval, median_interval, ratio_interval
-from diversed.evaluation.sweep import Kind, Measurement, Row
+from diversed.evaluation.sweep import PARTS, Kind, Measurement, Row
 
 
 def summarise(measurements: Sequence[Measurement], settings: Iterable[Setting], provenance: Row) -> list[Row]:
@@ -112,7 +112,7 @@ def time_split(measurements: Sequence[Measurement], setting: Setting) -> dict[st
     if not timed or setting.is_peer:
         return None
     tokens = sum(sum(m.tokens) for m in timed)
-    return {part: sum(m.time[part] for m in timed) / tokens for part in timed[0].time}
+    return {part: sum(m.time[part] for m in timed) / tokens for part in PARTS}
 
 
 def traced_mean(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,11 @@ def number(value: float | None, form: str = ".2f") -> str:
 
 
 def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
-    """.953±.013: half the width of the 95 % interval."""
-    if value is None or interval is None:
+    """.953±.013: half the width of the 95 % interval, where a single prompt does not leave it infinite."""
+    if value is None or interval is None or not math.isfinite(interval[1] - interval[0]):
         return number(value, ".3f")
     half = (interval[1] - interval[0]) / 2
-    return f"{value:.3f}±{half:.3f}".replace("0.", ".")
+    return re.sub(r"\b0\.", ".", f"{value:.3f}±{half:.3f}")
 
 
 def frontier_table(rows: Sequence[Row], title: str, score_name: str) -> Table:
@@ -88,12 +90,22 @@ def statement_table(found: Sequence[Statement], n: int) -> Table:
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
-    """All rows as one JSON array, or one clear error."""
+    """All rows as one JSON array, or one clear error. What is not finite, which JSON has no word for, is null."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(finite(list(rows)), indent=1, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"json={str(path)!r} cannot be written ({error.strerror}): choose another place") from error
+
+
+def finite(value: Any) -> Any:
+    """The same nested lists and tables with None for every number that is infinite or none."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def family(row: Row) -> str:

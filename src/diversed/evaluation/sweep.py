@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import platform
@@ -17,10 +18,12 @@ from diversed.engine import GenerationOutput, ModelPair, PromptCache, Trace, gen
 from diversed.evaluation.peers import generate_by_transformers
 from diversed.evaluation.settings import Setting, fingerprint, head_of
 from diversed.tasks import Task, judge, request
+from diversed.tasks.contract import digest
 from diversed.theory import expected_blocks
 
 Row = dict[str, Any]
 Kind = Literal["timed", "scored", "traced"]
+PARTS = ("prefill", "draft", "target", "verification", "rest")  # of the time; compiling happens once and is none
 LONGEST_BLOCK = 16  # traces foretell the number of target passes for every N up to this
 
 
@@ -85,7 +88,7 @@ class Measurement:
     rejected: list[int]
     target_calls: list[int]
     tokens: list[int]
-    time: dict[str, float]  # seconds, the parts of TimeSplit
+    time: dict[str, float]  # seconds, as TimeSplit has them
     trace: dict[str, list[Any]] | None = None  # of a traced pass, see trace_sums
     head: str | None = None  # which parameters a learned verifier had (fingerprint)
     trained_on: str | None = None  # the task of a learned verifier
@@ -96,7 +99,7 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        return sum(self.time.values())
+        return sum(self.time[part] for part in PARTS)
 
 
 def measure(
@@ -207,19 +210,37 @@ def sweep(
 
 def configuration(pair: ModelPair, task: Task, plan: Plan) -> Row:
     """What must agree for two runs to be one: the pair, the task, batches, seed. Settings and seeds may be added."""
+    weights = {f"{role}_weights": weights_in(Path(getattr(pair, f"{role}_name"))) for role in ("target", "draft")}
     return {
         "target": pair.target_name,
         "draft": pair.draft_name,
         "task": task.name,
         "split": task.split,
         "n": len(task.examples),
+        "examples": digest(task.examples),
+        "score": task.score_name,
         "max_new_tokens": task.max_new_tokens,
         "batch_size": plan.batch_size,
         "timing_n": plan.timing_n,
         "trace_n": plan.trace_n,
         "seed": plan.seed,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
+        **{name: found for name, found in weights.items() if found},
     }
+
+
+def weights_in(folder: Path) -> str | None:
+    """Which weights lie in a folder right now, as a draft may be trained further in place: a hash of samples of the
+    files. None where there are none, as for a Hub id."""
+    content = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for place in range(0, size, max(4096, size // 256)):
+                file.seek(place)
+                content.update(file.read(256))
+    return content.hexdigest()[:12] if files else None
 
 
 def header_of(pair: ModelPair, task: Task, plan: Plan) -> Row:
@@ -228,7 +249,6 @@ def header_of(pair: ModelPair, task: Task, plan: Plan) -> Row:
 
     config = configuration(pair, task, plan)
     versions = {
-        "score": task.score_name,
         "diversed": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
