@@ -3,6 +3,7 @@
 import pytest
 
 from diversed.vllm.bounds import Bounds, read_bounds
+from diversed.vllm.request import parse_relaxation
 
 
 def test_nothing_set_is_lossless_by_default():
@@ -40,6 +41,17 @@ def test_environment_overrides_the_file(tmp_path):
         ({"DIVERSED_STRICT": "maybe"}, "DIVERSED_STRICT='maybe' must be 1 or 0"),
         ({"DIVERSED_CONFIG": "no/such.toml"}, "cannot be read"),
         ({"DIVERSED_DEFAULT_QUALITY": "0.2", "DIVERSED_MINIMUM_QUALITY": "0.5"}, "lies below minimum_quality"),
+        ({"DIVERSED_DEFAULT_VERIFIER": "entropy:0.7"}, "default_verifier='entropy:0.7' is unknown: use static:W"),
+        ({"DIVERSED_DEFAULT_VERIFIER": "head:shop"}, "default_verifier='head:shop' is unknown: .* heads is empty"),
+        ({"DIVERSED_DEFAULT_VERIFIER": "static:much"}, "default_verifier='static:much'='much' must be a number"),
+        (
+            {
+                "DIVERSED_DEFAULT_VERIFIER": "static:0.1",
+                "DIVERSED_DEFAULT_QUALITY": "0.5",
+                "DIVERSED_MINIMUM_QUALITY": "0.3",
+            },
+            "its weight is 0.1, below minimum_quality=0.3",
+        ),
     ],
 )
 def test_each_mistake_is_named(environment, says):
@@ -52,3 +64,16 @@ def test_unknown_keys_of_a_file_are_refused(tmp_path):
     file.write_text("minimum_qualty = 0.2\n")
     with pytest.raises(ValueError, match="'minimum_qualty' is no setting"):
         read_bounds({"DIVERSED_CONFIG": str(file)})
+
+
+@pytest.mark.parametrize("quality", [0.3, 0.7, 1.0])
+def test_silent_requests_keep_the_minimum_under_any_default(quality):
+    for verifier in ("", "head:shop", "static:0.5", "static:0.9", "static:0.2"):
+        try:
+            bounds = Bounds(quality, 0.3, verifier, heads={"shop": "heads/shop"})
+        except ValueError:
+            assert verifier == "static:0.2"
+            assert quality < 0.7
+            continue
+        silent = parse_relaxation(None, bounds)
+        assert silent is None or silent.strictness >= 0.3

@@ -57,6 +57,8 @@ def test_silent_requests_take_the_default():
         ({"quality": "high"}, "quality='high' must be a number"),
         ({"quality": True}, "quality=True"),
         ({"head": "poems"}, "head='poems' is not served here; there are: shop, tally"),
+        ({"head": "poems", "quality": 1}, "head='poems' is not served here"),
+        ({"verifier": "static:banana", "quality": 1}, "write static:X with a number"),
         ({"head": "shop", "verifier": "static:0.5"}, "exclude each other"),
         ({"temperature": 1}, "'temperature' is no setting; there are quality, head, verifier, phase"),
         ({"verifier": "static"}, "write static:X with a number"),

@@ -7,8 +7,9 @@ import pytest
 from diversed.vllm.bounds import Bounds
 from diversed.vllm.requests import check_request
 
-DRAFTS = SimpleNamespace(method="draft_model", draft_sample_method="probabilistic")
-ONE_HOT = SimpleNamespace(method="ngram", draft_sample_method="greedy")
+DRAFTS = SimpleNamespace(method="draft_model", draft_sample_method="probabilistic", rejection_sample_method="standard")
+ONE_HOT = SimpleNamespace(method="ngram", draft_sample_method="greedy", rejection_sample_method="standard")
+ADAPTIVE = SimpleNamespace(**vars(DRAFTS), enable_adaptive_verification=True)
 BOUNDS = Bounds(allow_synthetic=True, heads={"shop": "heads/shop"})
 
 
@@ -29,6 +30,7 @@ def test_what_can_be_served():
     ("setting", "speculation", "temperature", "says"),
     [
         ({"verifier": "static:0.5"}, None, 1.0, "does not speculate"),
+        ({"verifier": "static:0.5"}, ADAPTIVE, 1.0, "cannot relax: adaptive verification"),
         ({"verifier": "fuzzy-tv:0.5"}, ONE_HOT, 1.0, '"draft_sample_method": "probabilistic"'),
         ({"head": "shop"}, ONE_HOT, 1.0, "no draft model"),
         ({"verifier": "synthetic:0.5"}, DRAFTS, 0.0, "temperature above 0"),

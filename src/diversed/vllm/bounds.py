@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from diversed.verifiers.ensemble import check_fraction
+import torch
+
+from diversed.verifiers.ensemble import check_fraction, scale_odds
 
 Phase = Literal["everywhere", "inside", "outside"]
 PHASES = ("everywhere", "inside", "outside")
@@ -27,8 +29,8 @@ class Bounds:
     Args:
         default_quality: of requests that say nothing; 1 serves them lossless, on vLLM's own path.
         minimum_quality: requests below are refused; 1 allows no relaxation at all.
-        default_verifier: of requests that give a quality alone: ``head:NAME`` or ``static:W``. Empty: the first head,
-            or ``static:0.5`` where there is none.
+        default_verifier: of requests that say nothing or give a quality alone: ``head:NAME`` or ``static:W``. Empty:
+            the first head, or ``static:0.5`` where there is none.
         heads: name -> folder or Hub id of the heads that requests may name.
         same_names: whether a head must have been made for models of the names served here (folders and Hub ids are
             compared by their last part). Sizes and vocabulary must fit in any case.
@@ -59,6 +61,21 @@ class Bounds:
                 f"default_quality={self.default_quality:g} lies below minimum_quality={self.minimum_quality:g}: "
                 "requests that say nothing would be refused. Raise one or lower the other"
             )
+        self._check_default_verifier()
+
+    def _check_default_verifier(self) -> None:
+        kind, _, argument = self.default_verifier.partition(":")
+        given = f"default_verifier={self.default_verifier!r}"
+        if kind == "static":
+            weight = float(scale_odds(torch.tensor(number_of(given, argument)).double(), self.default_quality))
+            if weight < self.minimum_quality:
+                raise ValueError(
+                    f"{given}: at default_quality={self.default_quality:g} its weight is {weight:g}, below "
+                    f"minimum_quality={self.minimum_quality:g}. Raise the weight, or lower the minimum"
+                )
+        elif self.default_verifier and not (kind == "head" and argument in self.heads):
+            known = ", ".join(f"head:{name}" for name in self.heads) or "no head: heads is empty"
+            raise ValueError(f"{given} is unknown: use static:W with a weight between 0 and 1, or {known}")
 
 
 def read_bounds(environment: Mapping[str, str] = os.environ) -> Bounds:

@@ -1,7 +1,8 @@
 """Counters for Prometheus. Requests are counted where they arrive; acceptance where it happens, in the worker.
 
-The worker's sums stay on its device and reach a small shared file about once a second without a synchronisation; the
-process that answers ``/metrics`` reads the file. vLLM's own counters are not touched.
+The worker's sums stay on its device and reach a small shared file without a synchronisation, on a GPU about every fifth
+of a second while it works: what a burst's last moment added follows with the next request. The process that answers
+``/metrics`` reads the file. vLLM's own counters are not touched.
 """
 
 from __future__ import annotations

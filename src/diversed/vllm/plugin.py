@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from diversed.vllm import contract, metrics
+from diversed.vllm import contract, metrics, requests
 from diversed.vllm.bounds import Bounds, read_bounds
 
 logger = logging.getLogger("vllm.diversed")  # below "vllm", whose handler prints it
@@ -90,13 +90,11 @@ def install(bounds: Bounds) -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from diversed.vllm.requests import wrap_verify
-
     if hasattr(SamplingParams.verify, MARK):
         return
     repair_kernels()
     metrics.make_folder()
-    replace(SamplingParams, "verify", lambda original: wrap_verify(original, bounds, REQUESTS))
+    replace(SamplingParams, "verify", lambda original: requests.wrap_verify(original, bounds, REQUESTS))
     replace(WorkerWrapperBase, "init_device", lambda original: wrap_init_device(original, bounds))
     expose_metrics()
     logger.info("diversed: active (default quality %g, minimum %g, heads: %s)", bounds.default_quality,
@@ -145,6 +143,8 @@ def attach(runner: Any, vllm_config: Any, bounds: Bounds) -> None:
     from diversed.vllm.served import make_served
 
     second = bool(vllm_config.use_v2_model_runner)
+    if getattr(runner, "speculator" if second else "drafter", None) is None:
+        return  # an earlier stage of a pipeline, which samples nothing
     faults = runner_faults(second) + foreign_wrappers() + unsupported(vllm_config)
     if faults:
         report(faults, bounds)
@@ -169,18 +169,9 @@ def attach(runner: Any, vllm_config: Any, bounds: Bounds) -> None:
 
 def unsupported(vllm_config: Any) -> list[str]:
     """Settings of vLLM under which relaxing would be wrong."""
-    speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    found = []
-    if speculation.rejection_sample_method not in ("standard", "block"):
-        found.append(
-            f"rejection_sample_method={speculation.rejection_sample_method!r} decides by itself: use 'standard'"
-        )
-    if getattr(speculation, "enable_adaptive_verification", False):
-        found.append("adaptive verification hides each request's rows from the plug-in: turn it off")
-    if getattr(parallel, "enable_batch_sharded_sampling", False):
+    found = requests.unsupported(vllm_config.speculative_config)
+    if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
         found.append("batch-sharded sampling moves rows between ranks: turn it off")
     if getattr(vllm_config, "watermark_config", None) is not None:
         found.append("watermarking draws from the target's distribution: turn it off")
-    if getattr(speculation, "use_heterogeneous_vocab", False):
-        found.append("the draft's vocabulary is not the target's: use a draft of the target's family")
     return found

@@ -114,13 +114,13 @@ def _relaxation(spec: Any, quality: float, dialled: bool, phase: Phase, bounds: 
     if not isinstance(spec, str):
         raise ValueError(f"diversed: verifier={spec!r} must be text such as static:0.5")
     kind, _, argument = spec.partition(":")
-    if kind == "lossless" or (quality == 1 and kind in ("head", "static")):
+    if kind == "lossless":
         return None
     if kind == "head":
         if argument not in bounds.heads:
             known = ", ".join(bounds.heads) or "none; the operator lists heads in DIVERSED_HEADS"
             raise ValueError(f"diversed: head={argument!r} is not served here; there are: {known}")
-        return Relaxation(kind, argument, 0.0, quality, phase)
+        return None if quality == 1 else Relaxation(kind, argument, 0.0, quality, phase)
     if kind not in ("static", "synthetic", *RULES):
         raise ValueError(
             f"diversed: verifier={spec!r} is unknown: use lossless, static:W, synthetic:R, "

@@ -31,6 +31,8 @@ def check_request(params: Any, bounds: Bounds, speculation: Any, tokenizer: Any)
             "diversed: this server does not speculate, so there is nothing to relax. Leave the setting out, or start "
             "the server with --speculative-config"
         )
+    if faults := unsupported(speculation):
+        raise ValueError(f"diversed: this server cannot relax: {'; '.join(faults)}")
     if relaxation.kind == "synthetic" and params.temperature == 0:
         raise ValueError("diversed: verifier='synthetic' accepts at random: use it with a temperature above 0")
     if relaxation.kind == "head" and speculation.method != "draft_model":
@@ -49,6 +51,20 @@ def check_request(params: Any, bounds: Bounds, speculation: Any, tokenizer: Any)
             f"{bounds.think_end!r}"
         )
     return relaxation
+
+
+def unsupported(speculation: Any) -> list[str]:
+    """Ways of speculating under which relaxing would be wrong."""
+    found = []
+    if speculation.rejection_sample_method not in ("standard", "block"):
+        found.append(
+            f"rejection_sample_method={speculation.rejection_sample_method!r} decides by itself: use 'standard'"
+        )
+    if getattr(speculation, "enable_adaptive_verification", False):
+        found.append("adaptive verification hides each request's rows from the plug-in: turn it off")
+    if getattr(speculation, "use_heterogeneous_vocab", False):
+        found.append("the draft's vocabulary is not the target's: use a draft of the target's family")
+    return found
 
 
 def wrap_verify(original: Callable[..., None], bounds: Bounds, counts: Requests) -> Callable[..., None]:

@@ -56,13 +56,14 @@ class Served:
         return relaxation
 
     def forget(self, alive: Any, slack: int = 256) -> None:
-        """Drop settings of requests that are gone, and log their figures where debug messages are wanted."""
+        """At every step: drop settings of requests that are gone; log their figures where debug messages are wanted."""
         for req_id in [i for i in self.figures if i not in alive]:
             blocks, drafted, accepted, weight = self.figures.pop(req_id)
             logger.debug("diversed: request %s: acceptance %.3f, block efficiency %.2f, mean weight %.3f", req_id,
                          accepted / drafted, 1 + accepted / blocks, weight / drafted)  # fmt: skip
         if len(self.parsed) > len(alive) + slack:
             self.parsed = {k: v for k, v in self.parsed.items() if k in alive}
+        self.tally.write()  # what an earlier step left on the device
 
     def relax(
         self, rows: Rows, relaxations: Sequence[Relaxation | None], counts: Sequence[int], inside: Tensor | None
