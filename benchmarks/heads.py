@@ -11,6 +11,7 @@ eight minutes on one core.
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import time
 from pathlib import Path
@@ -82,13 +83,16 @@ def work(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     pair = ModelPair.embedded(dtype=torch.bfloat16 if multiplies_bf16(torch.device("cpu")) else torch.float32)
     for job in jobs():
-        try:
-            (out / f"{name_of(job)}.lock").mkdir()
-        except FileExistsError:
-            continue
-        began = time.perf_counter()
-        run(job, out, pair)
-        print(f"{name_of(job)}: {time.perf_counter() - began:.0f} s", flush=True)
+        with (out / f"{name_of(job)}.lock").open("w") as lock:  # goes with its process
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            if (out / f"{name_of(job)}.done").exists():
+                continue
+            began = time.perf_counter()
+            run(job, out, pair)
+            print(f"{name_of(job)}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def measured(out: Path, job: Job) -> dict[Setting, Measured]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from diversed.cli import app
-from diversed.cli.training import further, parse_duration, parse_layers
+from diversed.cli.training import further, parse_duration, parse_layers, reference_of
 from diversed.evaluation.settings import fingerprint, load_verifier
+from diversed.tasks import Example
 from diversed.training.trainer import Result
 
 TASK = """
@@ -140,6 +142,26 @@ def test_distill_makes_a_draft_that_bench_takes(tmp_path: Path) -> None:
     assert row["after"]["sequences"] == 3
     config = json.loads((tmp_path / "d" / "draft" / "config.json").read_text())
     assert config["num_hidden_layers"] == 2
+
+
+def test_distill_takes_rows_of_ones_own_without_a_reward(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"Question: Ada has {i} nuts.\nAnswer:"}) + "\n" for i in range(20)))
+    invoke(
+        "distill", "--task", str(rows), "--held-out-n", "0", "--steps", "1", "--batch-size", "1", "--train-n", "2",
+        "--output-dir", str(tmp_path / "d"),
+    )  # fmt: skip
+    config = json.loads((tmp_path / "d" / "draft" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 4  # a student of the first and last two layers
+
+
+def test_given_answers_stand_behind_a_prompt_as_its_examples_do() -> None:
+    few_shot = Example("Question: How many?\nAnswer:", {"answer": "Seven"})
+    assert reference_of(few_shot) == " Seven"
+    assert reference_of(replace(few_shot, prompt="Question: How many? ")) == "Seven"
+    assert reference_of(replace(few_shot, columns={"completion": "Seven"})) == "Seven"
+    assert reference_of(replace(few_shot, columns={"translation": {"en": "Hello"}})) == " Hello"
+    assert reference_of(replace(few_shot, columns={"other": "x"})) is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StopStringCriteria, TextStreamer
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    StopStringCriteria,
+    TextStreamer,
+    TopKLogitsWarper,
+)
 
 from diversed import ModelPair, StaticEnsemble, custom_generate, generate
 from models import EOS, FAMILIES, character_tokenizer, noisy, pad_left, random_prompts, tiny
@@ -126,3 +132,17 @@ def test_a_dictionary_is_returned_on_request_and_beams_are_refused() -> None:
         both(target, pad_left(PROMPTS), num_beams=2)
     with pytest.raises(ValueError, match="num_return_sequences"):
         both(target, pad_left(PROMPTS), do_sample=True, num_return_sequences=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"typical_p": 0.5}, "TypicalLogitsWarper is not supported"),
+        ({"epsilon_cutoff": 0.01}, "EpsilonLogitsWarper is not supported"),
+        ({"logits_processor": LogitsProcessorList([TopKLogitsWarper(5)])}, "holds a TopKLogitsWarper of its own"),
+    ],
+)
+def test_warpers_the_engine_would_drop_or_misplace_are_refused(settings: dict[str, Any], message: str) -> None:
+    inputs = pad_left(random_prompts([9]))
+    with pytest.raises(ValueError, match=message):
+        both(tiny(), inputs, do_sample=True, top_k=50, **settings)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from torch import Tensor
 
 from diversed import EnsembleHead, LearnedEnsemble, Lossless
+from diversed.verifiers.calibration import Calibration
 from diversed.verifiers.learned import closed_form_features
 
 VARIANTS = [
@@ -220,6 +225,7 @@ def test_a_head_made_on_a_pair_without_tokenizer_fits_the_pair_with_one() -> Non
     [
         ({"target": "big/other"}, "target names"),
         ({"draft": "small/other"}, "draft names"),
+        ({"draft": "another/run/draft"}, "draft names"),  # distill calls every draft so
         ({"hidden_sizes": (3, 5)}, "hidden sizes"),
         ({"vocabulary_hash": "f" * 16}, "vocabularies"),
     ],
@@ -240,3 +246,20 @@ def test_same_names_false_lets_other_names_pass_but_not_other_sizes_or_vocabular
     for change in ({"hidden_sizes": (5, 4)}, {"vocabulary_hash": "f" * 16}):
         with pytest.raises(ValueError, match="big/target"):
             verifier.check_fits(**(FITS | change))
+
+
+def test_a_calibrated_head_is_uploaded_with_its_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sent: dict[str, Any] = {}
+
+    def upload(self: HfApi, *, repo_id: str, folder_path: str, **kwargs: Any) -> str:
+        sent.update(kwargs, repo_id=repo_id, files=sorted(os.listdir(folder_path)))
+        return "done"
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **kwargs: SimpleNamespace(repo_id=f"me/{repo_id}"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    calibration = Calibration((), {"task": "shop"})
+    head = LearnedEnsemble(EnsembleHead(5, 3, pair=PAIR), calibration=calibration)
+    assert head.push_to_hub("head", commit_message="first") == "done"
+    head.save_pretrained(tmp_path)
+    assert sent == {"repo_id": "me/head", "commit_message": "first", "files": sorted(os.listdir(tmp_path))}
+    assert "calibration.json" in sent["files"]

@@ -249,7 +249,7 @@ def evaluate(
         learned = isinstance(load_verifier(spec), LearnedEnsemble)
         for q in (quality or [0.9, 0.7, 0.5, 0.3, 0.1]) if learned else [None]:
             settings.append(Setting(spec, q, num_speculative_tokens, temperature))
-    folder = output_dir or run / f"eval-{task}-{split}-T{temperature:g}-seed{seed}"
+    folder = output_dir or run / f"eval-{Path(task).name}-{split}-T{temperature:g}-seed{seed}"
     plan = Plan(tuple(dict.fromkeys(settings)), batch_size, timing_n, seed)
     rows, measurements = run_sweep(
         load_pair(target, draft, dtype, device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +63,7 @@ TokensOption = Annotated[
 TemperatureOption = Annotated[float, typer.Option(help="Sampling temperature of both models; 0 is greedy.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16, for both models.")]
 DeviceOption = Annotated[
-    str | None, typer.Option(help="As transformers' device_map: cuda:0, auto, ... (needs accelerate).")
+    str | None, typer.Option(help="As transformers' device_map: cuda:0, auto, cpu, ...; the GPU if there is one.")
 ]
 CompileOption = Annotated[
     bool,
@@ -81,24 +82,33 @@ TASK_HELP = "shop, tally (embedded), gsm8k, mbpp, humaneval, cnndm, xsum, wmt, o
 def load_pair(
     target: str | None, draft: str | None, dtype: str = "auto", device: str | None = None, **how: bool
 ) -> Any:
-    """The pair of --target and --draft, or the embedded one."""
+    """The pair of --target and --draft, or the embedded one; on this process's GPU where none is named."""
     import torch
 
     from diversed.engine import ModelPair
 
     check_dtype(dtype)
+    device = device or this_process_gpu()
     if (target is None) != (draft is None):
         missing, given = ("draft", target) if draft is None else ("target", draft)
         raise ValueError(
             f"{missing} is missing: with {given!r} give both --target and --draft, or neither for the embedded pair"
         )
     if target is None or draft is None:
+        how["packed"] = how.get("packed", True) and device is None  # packed weights stay on the CPU
         pair = ModelPair.embedded(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype), **how)
         for model in (pair.target, pair.draft) if device else ():
             model.to(device)
         return pair
     with notes.status(f"loading {target} and {draft}"):
         return ModelPair.from_pretrained(target, draft, dtype=dtype, device_map=device, **how)
+
+
+def this_process_gpu() -> str | None:
+    """The GPU of this process where there is one; accelerate's launcher numbers processes by LOCAL_RANK."""
+    import torch
+
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else None
 
 
 def pick_verifier(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import re
 import time
 from dataclasses import replace
@@ -28,6 +27,7 @@ from diversed.cli.options import (
     has_chat_template,
     load_pair,
     progress_bar,
+    this_process_gpu,
 )
 
 FIGURES = TextColumn("{task.fields[figures]}")  # of the last step, behind a progress bar
@@ -130,7 +130,7 @@ def train(
     )
     seconds = parse_duration(budget)
     task, reward = findable(task), None if reward is None else findable(reward)
-    pair = load_pair(target, draft, dtype, device or this_process_gpu())
+    pair = load_pair(target, draft, dtype, device)
     known: dict[str, Any] = {"data_dir": data_dir, "seed": seed, "chat": has_chat_template(pair), "reward": reward}
     train_task = load_task(task, split="train", n=train_n, **known)
     validation = load_task(task, split="validation", **known)
@@ -220,13 +220,6 @@ def left_of(budget: float | None, began: float) -> float | None:
     return None if budget is None else max(1e-3, budget - (time.perf_counter() - began))
 
 
-def this_process_gpu() -> str | None:
-    """The GPU of this process where there is one; accelerate's launcher numbers processes by LOCAL_RANK."""
-    import torch
-
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else None
-
-
 def step_figures(row: dict[str, Any]) -> str:
     """The figures of a step worth watching, in a line."""
     names = {
@@ -291,15 +284,17 @@ def distill(
     """
     began = time.perf_counter()
     from diversed.evaluation.show import write_json
-    from diversed.pairs import DRAFT, TARGET
+    from diversed.pairs import TARGET
     from diversed.tasks import load_task
     from diversed.training.distillation import DistillSettings
     from diversed.training.distillation import distill as run
 
     if target is None:
         if draft is not None:
-            raise ValueError("target is missing: with --draft give --target as well, or neither for the embedded pair")
-        target, draft = str(TARGET), (None if layers else str(DRAFT))
+            raise ValueError(
+                "target is missing: with --draft give --target as well, or neither for a student of the embedded target"
+            )
+        target = str(TARGET)
     settings = DistillSettings(
         layers=parse_layers(layers),
         lora_rank=lora_rank,
@@ -313,15 +308,14 @@ def distill(
         seed=seed,
     )
     seconds = parse_duration(budget)
-    home = device or this_process_gpu()
-    pair = load_pair(target, draft, dtype, home, packed=False) if draft else load_alone(target, dtype, home)
+    pair = load_pair(target, draft, dtype, device, packed=False) if draft else load_alone(target, dtype, device)
     prompts: list[Any] = []
     held_out: list[Any] = []
     references: list[str | None] = []
     longest = 0
     stops: dict[tuple[str, ...], str] = {}
     for name in task or ["shop"]:
-        known: dict[str, Any] = {"data_dir": data_dir, "seed": seed, "chat": has_chat_template(pair)}
+        known: dict[str, Any] = {"data_dir": data_dir, "seed": seed, "chat": has_chat_template(pair), "judged": False}
         chosen = load_task(name, split="train", n=train_n, **known)
         prompts += [e.prompt for e in chosen.examples]
         references += [reference_of(e) for e in chosen.examples]
@@ -374,7 +368,7 @@ def load_alone(target: str, dtype: str, device: str | None) -> Any:
     from diversed.engine.pair import load_model, load_tokenizer
 
     kind = check_dtype(dtype)
-    model = load_model(target, "target", dtype=kind, device_map=device)
+    model = load_model(target, "target", dtype=kind, device_map=device or this_process_gpu())
     return ModelPair(model, model, load_tokenizer(target, "target"), target_name=target, draft_name=target)
 
 
@@ -388,24 +382,20 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def reference_of(example: Any) -> str | None:
-    """A row's own answer, whatever its column is called."""
-    for name in (
-        "answer",
-        "solution",
-        "highlights",
-        "summary",
-        "code",
-        "canonical_solution",
-        "reference",
-        "completion",
-    ):
-        value = example.columns.get(name)
-        if isinstance(value, str):
-            return value
+    """A row's own answer, whatever its column is called; after a space where the prompt ends in "Answer:" or the like,
+    as in the examples shown there."""
+    columns = ("answer", "solution", "highlights", "summary", "code", "canonical_solution", "reference")
+    values = [example.columns.get(name) for name in columns]
     translation = example.columns.get("translation")
-    return translation.get("en") if isinstance(translation, dict) else None
+    values.append(translation.get("en") if isinstance(translation, dict) else None)
+    found = next((v for v in values if isinstance(v, str)), None)
+    if found is None:
+        completion = example.columns.get("completion")
+        return completion if isinstance(completion, str) else None
+    asked = isinstance(example.prompt, str) and example.prompt.endswith(":")
+    return f" {found}" if asked and not found[:1].isspace() else found
 
 
 def distill_figures(row: dict[str, Any]) -> str:
-    names = {"loss": "loss {:.3f}", "kl": "KL {:.3f}", "tv": "TV {:.3f}", "held_out_acceptance": "1-TV {:.3f}"}
+    names = {"kl": "KL {:.3f}", "acceptance": "1-TV {:.3f}", "held_out_acceptance": "1-TV {:.3f}"}
     return "  ".join(form.format(row[name]) for name, form in names.items() if isinstance(row.get(name), float))

@@ -74,7 +74,8 @@ def generate(
         streamer: of transformers, for a single prompt.
         callback: called with a prompt's index and its new token ids after every block.
         trace: keep, for each token, its origin, w, p, q, TV and both hidden states.
-        prompt_cache: give the same one to several calls on the same prompts, and only the first reads them.
+        prompt_cache: give the same one to several calls on the same prompts, and only the first reads them; of more
+            than ``batch_size`` prompts, those that start.
 
     Raises:
         ValueError: an argument out of range, an empty or too long prompt, a head made for another pair.
@@ -103,6 +104,7 @@ def generate(
             "yours (names such as 'learned' belong to the command line)"
         )
     check_fits(verifier, pair)
+    length = pair.draft_length(verifier, temperature) if auto else None  # known by the caller's own object
     if hasattr(verifier, "to"):  # a learned one has parameters
         verifier = verifier.to(pair.verification_device)
     encoded = encode_prompts(pair, prompts, input_ids=input_ids, attention_mask=attention_mask, messages=messages)
@@ -112,7 +114,7 @@ def generate(
     settings = Settings(
         verifier=verifier,
         num_speculative_tokens=most,
-        length=pair.draft_length(verifier, temperature) if auto else None,
+        length=length,
         sampler=Sampler(temperature, top_k, top_p, min_p, repetition_penalty, logits_processor),
         stopping=Stopping.of(pair, eos_token_id, stop_strings, stopping_criteria, ignore_eos=ignore_eos),
         bonus=bonus,

@@ -29,7 +29,14 @@ from diversed.verifiers import Verifier
 
 # Processors that measure a row with its padding, which the engine takes away.
 COUNT_PADDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
-WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+# Would have to follow the temperature, as those do.
+LATE = ("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "TopHLogitsWarper")
 
 
 def custom_generate(
@@ -69,6 +76,8 @@ def custom_generate(
                 "custom_generate: min_length and min_new_tokens take prompts of one length, without padding"
             )
         sampled = bool(config.do_sample)
+        if sampled:
+            check_warpers(config, logits_processor)
         out = generate(
             ModelPair(model, draft, tokenizer),
             input_ids=input_ids,
@@ -81,7 +90,7 @@ def custom_generate(
             top_p=config.top_p if sampled else None,
             min_p=config.min_p if sampled else None,
             # transformers has already built these; its warpers are the four settings above.
-            logits_processor=[p for p in logits_processor if not isinstance(p, WARPERS)],
+            logits_processor=[p for p in logits_processor if not isinstance(p, tuple(WARPERS))],
             stop_strings=stop_strings,
             stopping_criteria=[c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)],
             eos_token_id=config.eos_token_id,
@@ -97,6 +106,18 @@ def custom_generate(
         return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
     return decode
+
+
+def check_warpers(config: GenerationConfig, logits_processor: Sequence[object]) -> None:
+    """Raise ValueError where the engine would sample from another distribution than ``generate`` was asked for."""
+    for p in logits_processor:
+        if type(p).__name__ in LATE:
+            raise ValueError(f"custom_generate: {type(p).__name__} is not supported: use top_k, top_p or min_p")
+        for kind, name in WARPERS.items():
+            if isinstance(p, kind) and getattr(p, name) != getattr(config, name):
+                raise ValueError(
+                    f"custom_generate: logits_processor holds a {kind.__name__} of its own: give {name}= to generate"
+                )
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:

@@ -234,7 +234,8 @@ def catch_up(draft: Decoder, active: list[Generating], prompts: PromptCache | No
     most = 2 if draft.drafts else MOST_PENDING
     behind = [b for b, n in enumerate(draft.lengths) if n == 0 or missing[b] > most]
     if len(behind) == len(active):
-        draft.prefill([s.ids[:-1] for s in active], prompts)
+        fresh = all(len(s.ids) == s.prompt_length for s in active)  # prompts alone are worth keeping
+        draft.prefill([s.ids[:-1] for s in active], prompts if fresh else None)
     elif behind:
         draft.admit(behind, [active[b].ids[:-1] for b in behind])
 

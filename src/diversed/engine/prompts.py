@@ -33,13 +33,7 @@ def encode_prompts(
     elif messages is not None:
         encoded = [apply_template(pair, chat) for chat in as_chats(messages)]
     else:
-        texts = [prompts] if isinstance(prompts, str) else list(prompts or [])
-        for i, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise ValueError(f"prompts[{i}] is a {type(text).__name__}, not a string; token ids go into input_ids=")
-            if not text:
-                raise ValueError(f"prompts[{i}] is empty: give at least one character")
-        encoded = [list(tokenizer_of(pair, "prompts")(text, verbose=False)["input_ids"]) for text in texts]
+        encoded = tokenise(pair, [prompts] if isinstance(prompts, str) else list(prompts or []))
     if not encoded:
         raise ValueError(f"{given[0]} holds no prompt: give at least one")
     for i, ids in enumerate(encoded):
@@ -53,6 +47,16 @@ def encode_prompts(
                 "answer: shorten the prompt"
             )
     return encoded
+
+
+def tokenise(pair: ModelPair, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts, however many they are."""
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"prompts[{i}] is a {type(text).__name__}, not a string; token ids go into input_ids=")
+        if not text:
+            raise ValueError(f"prompts[{i}] is empty: give at least one character")
+    return [list(tokenizer_of(pair, "prompts")(text, verbose=False)["input_ids"]) for text in texts]
 
 
 def tokenizer_of(pair: ModelPair, argument: str) -> Any:

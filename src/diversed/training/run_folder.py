@@ -11,14 +11,17 @@ curves.png
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from diversed.training.settings import differences
 
@@ -64,15 +67,22 @@ def write_text(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-def append_row(path: Path, row: Row) -> None:
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A full disk and the like as one clear error."""
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    except OSError as error:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: from torch.save
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ValueError(
-            f"output_dir: cannot write {str(path)!r} ({error.strerror}). The last checkpoint is whole: make room and "
+            f"output_dir: cannot write {str(path)!r} ({reason}). The last checkpoint is whole: make room and "
             "go on with --resume"
         ) from error
+
+
+def append_row(path: Path, row: Row) -> None:
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -48,7 +48,8 @@ class TrainSettings:
     # counterfactual and montecarlo
     labels_per_rollout: int = 6
     tau: float = 0.2  # softness of the weight, in deviations of the predicted advantage
-    warm_share: float = 0.5  # of the steps, rolled out by the lossless verifier before the head takes over
+    #: Of the steps, rolled out before the head takes over: by the lossless verifier (softened by montecarlo).
+    warm_share: float = 0.5
     fit_every: int = 10
 
     # reinforce++ and constrained

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from diversed.training.policy_gradient import StateValue
 from diversed.training.regression import Sums
+from diversed.training.run_folder import writing
 from diversed.training.settings import TrainSettings
 from diversed.verifiers import EnsembleHead
 
@@ -56,15 +57,16 @@ class State:
     def save(self, folder: Path) -> None:
         """Write ``folder`` anew; at every moment either the old or the new checkpoint is whole."""
         fresh = folder.with_suffix(".new")
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        save_file(self.head.state_dict(), fresh / "head.safetensors")
         value = {"value": vars(self.value.sums)}
-        torch.save({"optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict(), **value},
-                   fresh / "optimiser.pt")  # fmt: skip
         plain = {name: getattr(self, name) for name in PLAIN}
-        (fresh / "state.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
-        replace_folder(fresh, folder)
+        with writing(folder):
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            save_file(self.head.state_dict(), fresh / "head.safetensors")
+            torch.save({"optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict(), **value},
+                       fresh / "optimiser.pt")  # fmt: skip
+            (fresh / "state.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
+            replace_folder(fresh, folder)
 
     def load(self, folder: Path) -> None:
         """Take over a checkpoint; the one before it where a crash fell between two renames."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diversed.engine import ModelPair, PromptCache
-from diversed.tasks import Example, Task, judge
+from diversed.tasks import Task, judge
+from diversed.tasks.contract import digest
 from diversed.training import constrained, counterfactual, montecarlo, reinforce
 from diversed.training.regression import Labels
 from diversed.training.rollouts import Draws, Rollouts, complete, seed_of
@@ -29,6 +29,7 @@ from diversed.training.run_folder import (
     open_run,
     versions,
     write_text,
+    writing,
 )
 from diversed.training.settings import TrainSettings
 from diversed.training.state import State, has_checkpoint, replace_folder
@@ -90,7 +91,8 @@ def train(
     Args:
         train_task, validation_task: the same task on two splits; heads are chosen on the second.
         folder: the run's folder (run_folder.py).
-        resume: go on with the run in ``folder``; its numbers are those of an uninterrupted run.
+        resume: go on with the run in ``folder``; its numbers are those of an uninterrupted run (of one that a budget
+            stopped before its first validation: of a run that was validated there).
         budget: seconds of this call after which to stop with the best head so far. Everything counts: the target's
             baseline on the validation prompts, steps, validations and what is written at the end. The baseline, one
             step and one validation are taken in any case.
@@ -215,15 +217,10 @@ def describe(run: Run) -> Row:
         "task": run.train.name,
         "train": digest(run.train.examples),
         "validation": digest(run.validation.examples),
+        "reward": getattr(run.train.reward, "__name__", type(run.train.reward).__name__),
         "max_new_tokens": run.train.max_new_tokens,
         **flat(asdict(run.settings)),
     }
-
-
-def digest(examples: Sequence[Example]) -> str:
-    """How many prompts there are, and which."""
-    text = json.dumps([e.prompt if isinstance(e.prompt, str) else list(e.prompt) for e in examples], default=str)
-    return f"{len(examples)} prompts, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def flat(record: Row) -> Row:
@@ -290,16 +287,11 @@ def gathered(run: Run, batch: Rollouts | Labels) -> list[Any]:
 
 def keep_batch(path: Path, batch: Rollouts | Labels) -> None:
     """Rollouts are what a run pays for: they are on disk before anything is done with them."""
-    try:
+    with writing(path):
         path.parent.mkdir(exist_ok=True)
         fresh = path.with_suffix(".new")
         batch.save(fresh)
         fresh.replace(path)
-    except OSError as error:
-        raise ValueError(
-            f"output_dir: cannot write {str(path)!r} ({error.strerror}). The last checkpoint is whole: make room and "
-            "go on with --resume"
-        ) from error
 
 
 def load_batches(run: Run, step: int) -> list[Rollouts | Labels]:
@@ -420,7 +412,7 @@ def save_head(run: Run, state: State, rows: list[Row]) -> None:
     for row in rows:
         quality = 1 / (1 + math.exp(chosen - log_odds(row["quality"])))
         for key, name in (("score", "score"), ("position_acceptance", "acceptance per position")):
-            figures[f"quality {quality:.2g}, {name}"] = round(row[key], 4)
+            figures[f"quality {quality:.4g}, {name}"] = round(row[key], 4)
     training = {"objective": settings.objective, "steps": state.step} | {
         k: v for k, v in flat(asdict(settings)).items() if k not in ("objective", "steps", "qualities")
     }

@@ -7,13 +7,14 @@ import copy
 import hashlib
 import io
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin
+from huggingface_hub import HfApi, PyTorchModelHubMixin
 from torch import Tensor, nn
 
 from diversed.verification import total_variation
@@ -203,6 +204,13 @@ def head_folder(source: str | Path, name: str = "source") -> str | Path:
     return found
 
 
+def model_name(source: str) -> str:
+    """The last part of a folder or Hub id: folders may move, models keep their names. ``distill`` calls all its drafts
+    ``draft``, so there the part before it counts as well."""
+    path = Path(source)
+    return f"{path.parent.name}/{path.name}" if path.name == "draft" else path.name
+
+
 @dataclass(frozen=True)
 class LearnedEnsemble(Ensemble):
     """nu = w p + (1 - w) q with w = sigmoid(head + log-odds of quality) at each position.
@@ -283,9 +291,15 @@ class LearnedEnsemble(Ensemble):
         if self.calibration is not None:
             self.calibration.save(folder)
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload what :meth:`save_pretrained` writes."""
-        return self.head.push_to_hub(repo_id, **kwargs)
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, token: str | bool | None = None, **kwargs: Any
+    ) -> Any:
+        """Upload what :meth:`save_pretrained` writes; ``kwargs`` are those of ``HfApi.upload_folder``."""
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return api.upload_folder(repo_id=repo, folder_path=folder, **kwargs)
 
     def check_fits(
         self, *, target: str, draft: str, hidden_sizes: tuple[int, int], vocabulary_hash: str | None
@@ -299,7 +313,7 @@ class LearnedEnsemble(Ensemble):
         if vocabulary_hash and (made.get("vocabulary_hash") or vocabulary_hash) != vocabulary_hash:
             differs.append("vocabularies")
         for role, name in (("target", target), ("draft", draft)) if self.same_names else ():
-            if Path(made.get(role, name)).name != Path(name).name:  # folders may move, models keep their names
+            if model_name(made.get(role, name)) != model_name(name):
                 differs.append(f"{role} names")
         if differs:
             raise ValueError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -265,7 +265,7 @@ class BlockVerification:
     """
 
     verifier: Verifier
-    joint: bool = True
+    joint: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if hasattr(self.verifier, "accepts"):

@@ -102,9 +102,13 @@ def distill(
 
         sampling = time.perf_counter()
 
-        def until(share: float, budget: float) -> float:
+        def until(share: float) -> float | None:
             """When to stop. Training text also gets what held-out text left of its half, and a quarter at least."""
-            allowed = settings.sampling_share * budget
+            if share == 0:
+                return time.perf_counter()
+            if run.budget is None:
+                return None
+            allowed = settings.sampling_share * run.budget
             return max(sampling + share * allowed, time.perf_counter() + min(share, 0.25) * allowed)
 
         def sample(which: Sequence[list[int] | None], file: str, copies: int, seed: int, share: float) -> list[Lesson]:
@@ -118,11 +122,11 @@ def distill(
                 stop_strings=settings.stop_strings,
                 batch_size=settings.sampling_batch or (256 if run.device.type == "cuda" else 8),
                 seed=seed,
-                until=None if run.budget is None else until(share, run.budget),
+                until=until(share),
                 progress=lambda done, total: report(done, total, {"phase": "sampling", "file": file}),
             )
 
-        # Once measured, the held-out text stays what it is, even if the budget cut it short.
+        # Once measured, the held-out text stays what it is, even if a budget cut it short.
         share = 0.0 if any((out / "checkpoints").glob("step-*")) else 0.5
         measured = sample(held_out, "held-out.jsonl", 1, settings.seed + 500_000_000, share) if held_out else []
         lessons: list[Lesson] = []

@@ -31,7 +31,7 @@ from diversed.training.distillation.loss import (
 )
 from diversed.training.distillation.settings import DistillSettings
 from diversed.training.distillation.text import Lesson, batch_at, collate, in_batches
-from diversed.training.run_folder import keep_rows_before
+from diversed.training.run_folder import append_row, keep_rows_before, writing
 
 LOG_EVERY = 20  # steps: reading a loss waits for the device
 TV_WEIGHT = 2.0
@@ -91,10 +91,11 @@ def train(
     state = load_checkpoint(run, optimizer)
     step = state["step"]
     before = Acceptance(**state["before"] | {"ci": tuple(state["before"]["ci"])}) if state["before"] else None
+    run.measuring_seconds = state["measuring_seconds"]
     if before is None and measured:
         before = measure(run, measured)
         log_held_out(run, 0, before)
-    keep = {"before": asdict(before) if before else None}
+    keep = {"before": asdict(before) if before else None, "measuring_seconds": run.measuring_seconds}
     lengths = tuple(map(len, lessons))
     sums, since, tokens = torch.tensor(state["sums"], device=run.device), state["since"], state["tokens"]
     begun = state["share"] if run.budget is not None else 0.0
@@ -209,15 +210,16 @@ def save_checkpoint(run: Run, optimizer: torch.optim.Optimizer, state: dict[str,
     """
     folder = run.out / "checkpoints"
     fresh = folder / "writing"
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    save_file({name: p.detach().contiguous() for name, p in run.learned.items()}, fresh / "layers.safetensors")
-    torch.save(optimizer.state_dict(), fresh / "optimizer.pt")
-    (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
     final = folder / f"step-{state['step']:07d}"
     older = [f for f in folder.glob("step-*") if f != final]
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(fresh, final)
+    with writing(final):
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        save_file({name: p.detach().contiguous() for name, p in run.learned.items()}, fresh / "layers.safetensors")
+        torch.save(optimizer.state_dict(), fresh / "optimizer.pt")
+        (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(fresh, final)
     for f in older:
         shutil.rmtree(f, ignore_errors=True)
 
@@ -227,7 +229,8 @@ def load_checkpoint(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any
     folders = sorted((run.out / "checkpoints").glob("step-*"))
     if not folders:
         (run.out / "metrics.jsonl").unlink(missing_ok=True)
-        return {"step": 0, "share": 0.0, "sums": [0.0, 0.0], "since": 0, "tokens": 0, "before": None}
+        fresh: dict[str, Any] = {"step": 0, "share": 0.0, "sums": [0.0, 0.0], "since": 0, "tokens": 0}
+        return fresh | {"before": None, "measuring_seconds": 0.0}
     with torch.no_grad():
         for name, value in load_file(folders[-1] / "layers.safetensors", device=str(run.device)).items():
             run.learned[name].copy_(value)
@@ -238,8 +241,7 @@ def load_checkpoint(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def log(run: Run, row: dict[str, Any]) -> None:
-    with (run.out / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(run.out / "metrics.jsonl", row)
 
 
 def log_held_out(run: Run, step: int, acceptance: Acceptance) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diversed.engine import ModelPair, generate
-from diversed.engine.prompts import encode_prompts, pad
+from diversed.engine.prompts import apply_template, pad, tokenise
 from diversed.engine.stopping import Stopping
 from diversed.training.run_folder import read_rows, write_rows
 
@@ -39,12 +39,9 @@ def encode(pair: ModelPair, prompts: Sequence[Prompt], max_tokens: int, name: st
 
     Cutting a chat would break its template, so long prompts are dropped whole.
     """
-    ids = [
-        encode_prompts(pair, prompts=p)[0] if isinstance(p, str) else encode_prompts(pair, messages=p)[0]
-        for p in prompts
-    ]
-    if not ids:
+    if not prompts:
         raise ValueError(f"{name} holds no prompt: give at least one")
+    ids = [tokenise(pair, [p])[0] if isinstance(p, str) else apply_template(pair, p) for p in prompts]
     kept = [row if len(row) <= max_tokens else None for row in ids]
     if not any(kept):
         raise ValueError(
