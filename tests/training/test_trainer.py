@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -10,14 +9,18 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from diversed import LearnedEnsemble, generate
 from diversed.training import montecarlo
+from diversed.training.rollouts import Rollouts
 from diversed.training.run_folder import read_rows
 from diversed.training.settings import OBJECTIVES, TrainSettings
 from diversed.training.trainer import closing, draws, train
@@ -209,7 +212,7 @@ def test_a_validation_quicker_than_foreseen_leaves_time_for_more_steps(tmp_path:
         return rewards(prompts, completions)
 
     settings = toy_settings("montecarlo", **(STEPS | {"steps": 10_000, "validate_every": 1000, "fit_every": 1000}))
-    settings = dataclasses.replace(settings, qualities=(0.9, 0.7, 0.5, 0.3, 0.1))
+    settings = replace(settings, qualities=(0.9, 0.7, 0.5, 0.3, 0.1))
     validation = toy_task("validation", n=8, reward=slow_at_first)
     result = train(toy_pair(), toy_task(), validation, settings, tmp_path / "run", budget=8.0)
     assert result.stopped == "budget"
@@ -244,8 +247,19 @@ def test_a_validation_that_would_not_fit_into_the_budget_is_foreseen(tmp_path: P
 def test_other_data_is_another_run(tmp_path: Path) -> None:
     run(tmp_path / "run", steps=1)
     settings = toy_settings("reinforce++", **(STEPS | {"steps": 1}))
-    with pytest.raises(ValueError, match=r"another run .*validation: '8 prompts"):
-        train(toy_pair(), toy_task(), toy_task("validation", n=7), settings, tmp_path / "run", resume=True)
+    pair, task, validation = toy_pair(), toy_task(), toy_task("validation", n=8)
+    with pytest.raises(ValueError, match=r"another run .*validation: '8 examples"):
+        train(pair, task, toy_task("validation", n=7), settings, tmp_path / "run", resume=True)
+    first = task.examples[0]
+    corrected = [replace(first, columns=dict(first.columns) | {"answer": "another"}), *task.examples[1:]]
+    with pytest.raises(ValueError, match=r"another run .*train: "):
+        train(pair, replace(task, examples=corrected), validation, settings, tmp_path / "run", resume=True)
+
+    def other_reward(prompts, completions, **columns):
+        return rewards(prompts, completions)
+
+    with pytest.raises(ValueError, match=r"another run .*reward: 'rewards' there, 'other_reward' now"):
+        train(pair, replace(task, reward=other_reward), validation, settings, tmp_path / "run", resume=True)
 
 
 def test_a_target_that_earns_nothing_is_refused(tmp_path: Path) -> None:
@@ -317,9 +331,23 @@ def test_a_bad_reward_is_one_clear_error_and_the_run_can_go_on(fault, message: s
         calls["n"] += 1
         return fault(len(completions)) if calls["n"] == 5 else rewards(prompts, completions)
 
-    with pytest.raises(ValueError, match=f"(?s)broken.*({message})"):
+    broken.__name__ = rewards.__name__  # the same function, to be mended
+    with pytest.raises(ValueError, match=f"(?s)rewards.*({message})"):
         run(tmp_path / "run", reward=broken)
     assert 0 < len(read_rows(tmp_path / "run" / "metrics.jsonl")) < 6
+    run(tmp_path / "run", resume=True)
+    run(tmp_path / "whole")
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, path: Path) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Rollouts, "save", full)
+        with pytest.raises(ValueError, match=r"output_dir: cannot write .*No space left .*go on with --resume"):
+            run(tmp_path / "run")
     run(tmp_path / "run", resume=True)
     run(tmp_path / "whole")
     assert_same(tmp_path / "run", tmp_path / "whole")
