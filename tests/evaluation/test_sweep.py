@@ -245,9 +245,6 @@ def test_further_seeds_score_anew_and_are_averaged(pair, task):
     assert row["score"] == pytest.approx(sum(found[0].scores + found[1].scores) / 4)
 
 
-PAIRS = (("lossless", 7), ("static:0.5", 5))
-
-
 def test_a_trace_is_recorded_once_for_all_n():
     settings = (Setting("lossless", None, 3), Setting("lossless", None, 7), Setting("static:0.5"), SETTINGS[0])
     plan = Plan(settings, batch_size=4, timing_n=0, seed=0, trace_n=6)

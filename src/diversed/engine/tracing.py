@@ -53,16 +53,16 @@ def see(
             out[:, :known] = values
         return out.cpu()
 
-    half = None if q is None else p[:, :known]
+    scored = None if q is None else p[:, :known]
     return SeenBlock(
         target_prob=p.gather(-1, pick).squeeze(-1).cpu(),
         draft_prob=whole(None if q is None else q.gather(-1, pick[:, :known]).squeeze(-1)),
         weight=whole(weight),
-        total_variation=whole(None if q is None or half is None else total_variation(half, q)),
+        total_variation=whole(None if q is None or scored is None else total_variation(scored, q)),
         acceptance=whole(acceptance),
         keep=whole(keep),
         bias=whole(bias),
-        features=whole(None if q is None or half is None else closed_form_features(half, q), NUM_FEATURES),
+        features=whole(None if q is None or scored is None else closed_form_features(scored, q), NUM_FEATURES),
         target_hidden=target_hidden.float().cpu(),
         draft_hidden=whole(draft_hidden, draft_hidden_size),
     )

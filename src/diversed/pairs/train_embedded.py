@@ -207,7 +207,7 @@ def train(
     for i in range(len(tokenizer)):
         digits[i] = tokenizer.decode([i]).strip().isdigit()
     log = (out / f"{role}-log.jsonl").open("a")
-    started, tokens, _best = time.time(), 0, 0.0
+    started, tokens = time.time(), 0
     for step in range(1, steps + 1):
         progress = step / steps
         scale = min(1.0, step / 60) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
