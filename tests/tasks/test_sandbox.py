@@ -199,7 +199,8 @@ def nothing_left(tmp_path, monkeypatch):
     scratches.mkdir()
     bystander.write_text(SECRET)
     examiner = marked / "examiner.py"  # a path of its own in the command line tells this test's processes
-    examiner.write_bytes(sandbox.EXAMINER.read_bytes())
+    for file in sandbox.EXAMINER.parent.glob("*.py"):
+        (marked / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr(sandbox, "EXAMINER", examiner)
     monkeypatch.setattr(tempfile, "tempdir", str(scratches))
     before = surroundings()
@@ -377,10 +378,10 @@ def test_a_program_that_takes_every_process_it_may_leaves_others_theirs():
 
 FILTERED = """
 import ctypes, fcntl, os, resource, sys
-from diversed.tasks import examiner
+from diversed.tasks.sandbox import lockup
 victim, libc = int(sys.argv[1]), ctypes.CDLL(None)
-libc.prctl(examiner.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-examiner.forbid_calls(False)
+libc.prctl(lockup.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+lockup.forbid_calls(False)
 
 def done(attempt, *arguments):
     try:
@@ -390,8 +391,8 @@ def done(attempt, *arguments):
 
 reader, writer = os.pipe()
 attempts = [
-    (os.kill, victim, 9), (libc.sigqueue, victim, 9, None), (fcntl.fcntl, reader, examiner.F_SETOWN, victim),
-    (fcntl.fcntl, reader, examiner.F_SETSIG, 9), (resource.prlimit, victim, resource.RLIMIT_CPU, (0, 0)),
+    (os.kill, victim, 9), (libc.sigqueue, victim, 9, None), (fcntl.fcntl, reader, lockup.F_SETOWN, victim),
+    (fcntl.fcntl, reader, lockup.F_SETSIG, 9), (resource.prlimit, victim, resource.RLIMIT_CPU, (0, 0)),
 ]
 assert not any([done(*attempt) for attempt in attempts])
 os.set_blocking(reader, False)  # another fcntl

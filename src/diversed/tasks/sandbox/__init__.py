@@ -1,11 +1,11 @@
 """Runs programs that a model wrote, against tests it must not see.
 
-**How a verdict comes about.** A trusted process (:mod:`diversed.tasks.examiner`) forks a locked-up one that runs the
-code under test, and reads the tests only afterwards. It runs the tests itself; a call of the tested function sends the
-arguments over a pipe and gets a plain value back. So the code under test sees arguments, never what is expected; it
-holds no descriptor but its two pipes; and patching ``assert``, builtins or ``unittest``, exiting, printing, or writing
-to the pipes changes nothing but its own answers. A value crosses the pipe as what it plainly is: an ``int`` subclass
-that claims to equal everything arrives as an ``int``.
+**How a verdict comes about.** A trusted process (``examiner``) forks a locked-up one (``candidate``, ``lockup``) that
+runs the code under test, and reads the tests only afterwards. It runs the tests itself; a call of the tested function
+sends the arguments over a pipe (``wire``) and gets a plain value back. So the code under test sees arguments, never
+what is expected; it holds no descriptor but its two pipes; and patching ``assert``, builtins or ``unittest``, exiting,
+printing, or writing to the pipes changes nothing but its own answers. A value crosses the pipe as what it plainly is:
+an ``int`` subclass that claims to equal everything arrives as an ``int``.
 
 **What holds** depends on what the kernel allows; :func:`isolation` says which of these it is.
 
@@ -53,11 +53,11 @@ from pathlib import Path
 from typing import Any
 
 EXAMINER = Path(__file__).with_name("examiner.py")
-# Run as a module from its file, so that its compiled form is kept; -I -S leave everybody else's code out.
+# -I -S leave everybody else's code out, this package's own but for the sandbox's files included.
 START = (
-    "import importlib.util, sys; spec = importlib.util.spec_from_file_location('examiner', sys.argv[1]); "
-    "module = importlib.util.module_from_spec(spec); sys.modules['examiner'] = module; "
-    "spec.loader.exec_module(module); module.main()"
+    "import sys, types; from os.path import dirname; package = types.ModuleType('diversed.tasks.sandbox'); "
+    "package.__path__ = [dirname(sys.argv[1])]; sys.modules[package.__name__] = package; "
+    "from diversed.tasks.sandbox.examiner import main; main()"
 )
 GRACE = 20.0  # seconds beyond the wall time for start and end, before the whole group is killed
 
