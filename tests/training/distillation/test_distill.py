@@ -3,7 +3,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from diversed import ModelPair, generate
@@ -19,170 +17,9 @@ from diversed.tasks.word_problems import problems
 from diversed.training.distillation import DistillSettings, distill
 from diversed.training.distillation import run as run_module
 from diversed.training.distillation import student as student_module
-from diversed.training.distillation.loss import backward_in_chunks, divergences, head_of, hidden_states
 from diversed.training.distillation.student import shallow_student
-from diversed.training.distillation.text import Lesson, batch_at, collate, encode, sampled_sequences
-from models import character_tokenizer, noisy, random_prompts, tiny
-
-PROMPTS = ["abc", "dead beef", "The 3 foxes", "xyz zy", "9 times 7", "Hello", "no no no", "ab ab ab"]
-HELD_OUT = ["fox", "12 34", "beef", "the end"]
-QUICK = DistillSettings(
-    layers=(0,), max_new_tokens=12, steps=10, batch_size=4, warmup=2, precision="float32", checkpoint_every=5
-)
-
-
-def target(**changes: Any) -> Any:
-    """A target whose layers matter, of four layers and with an untied output layer."""
-    return tiny(scale=5.0, **({"num_hidden_layers": 4} | changes))
-
-
-def run(out: Path, settings: DistillSettings = QUICK, **kwargs: Any) -> Any:
-    arguments = {"held_out_prompts": HELD_OUT} | kwargs
-    model = arguments.pop("target", None)
-    return distill(
-        target() if model is None else model,
-        arguments.pop("draft", None),
-        character_tokenizer(),
-        arguments.pop("prompts", PROMPTS),
-        settings,
-        out,
-        **arguments,
-    )
-
-
-def metrics(out: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
-
-
-# --- the loss -------------------------------------------------------------------------------------------------------
-
-
-def exact(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
-    p, q = target_logits.double().softmax(-1), draft_logits.double().softmax(-1)
-    return (p * (p.log() - q.log())).sum(-1), 0.5 * (p - q).abs().sum(-1)
-
-
-def test_divergences_and_gradients_equal_a_plain_float64_formula():
-    torch.manual_seed(0)
-    logits, theirs = 3 * torch.randn(5, 7, 90), (3 * torch.randn(5, 7, 90)).requires_grad_()
-    plain = theirs.detach().double().requires_grad_()
-    for which in (0, 1):
-        ours, reference = divergences(logits, theirs)[which], exact(logits, plain)[which]
-        torch.testing.assert_close(ours.double(), reference, rtol=1e-5, atol=1e-6)
-        (gradient,) = torch.autograd.grad(ours.sum(), theirs)
-        (expected,) = torch.autograd.grad(reference.sum(), plain)
-        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_vocabularies_of_different_sizes():
-    torch.manual_seed(0)
-    wide, narrow = torch.randn(3, 20), torch.randn(3, 12)
-    p, q = wide.softmax(-1), torch.nn.functional.pad(narrow.softmax(-1), (0, 8))
-    expected = 0.5 * (p - q).abs().sum(-1)
-    for kl, tv in (divergences(wide, narrow), divergences(narrow, wide)):
-        torch.testing.assert_close(tv, expected)
-        assert kl.isfinite().all()
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-@pytest.mark.parametrize("tv_weight", [0.0, 2.0])
-def test_chunks_give_the_gradients_of_the_undivided_loss(chunk: int, tv_weight: float):
-    teacher, student = target(), target(seed=1, num_hidden_layers=1)
-    lessons = [Lesson(p[:3], p[3:]) for p in random_prompts([9, 5, 14])]
-    batch = collate(lessons, 0.3, torch.device("cpu"))
-    with torch.no_grad():
-        taught = hidden_states(teacher, batch.ids).flatten(0, 1)[batch.positions]
-
-    def no_autocast() -> torch.autocast:
-        return torch.autocast("cpu", enabled=False)
-
-    sums = backward_in_chunks(
-        taught,
-        hidden_states(student, batch.ids).flatten(0, 1)[batch.positions],
-        batch.weights,
-        head_of(teacher),
-        head_of(student),
-        total_weight=batch.total_weight,
-        tv_weight=tv_weight,
-        chunk=chunk,
-        autocast=no_autocast,
-    )
-    ours = [p.grad.clone() for p in student.parameters()]
-    student.zero_grad()
-    # Sequence by sequence, without padding, straight from the models' own logits.
-    loss, kls = torch.zeros((), dtype=torch.double), 0.0
-    for lesson in lessons:
-        ids = torch.tensor([lesson.prompt + lesson.completion])
-        kl, tv = exact(teacher(ids).logits[0, :-1].detach(), student(ids).logits[0, :-1])
-        weights = torch.tensor([0.3] * (len(lesson.prompt) - 1) + [1.0] * len(lesson.completion))
-        loss = loss + (weights * (kl + tv_weight * tv)).sum() / batch.total_weight
-        kls += float((weights * kl.detach()).sum()) / batch.total_weight
-    loss.backward()
-    assert sums[0].item() == pytest.approx(kls, rel=1e-4)
-    for a, p in zip(ours, student.parameters(), strict=True):
-        torch.testing.assert_close(a, p.grad, rtol=2e-3, atol=2e-5 * float(p.grad.abs().max()) + 1e-9)
-
-
-# --- the text -------------------------------------------------------------------------------------------------------
-
-
-def test_an_epoch_visits_every_sequence_once():
-    lengths = tuple(torch.randint(5, 60, (101,)).tolist())
-    epoch = [batch_at(step, lengths, 4, seed=3) for step in range(26)]
-    assert sorted(i for batch in epoch for i in batch) == list(range(101))
-    assert sorted(i for step in range(26, 52) for i in batch_at(step, lengths, 4, seed=3)) == list(range(101))
-    assert batch_at(26, lengths, 4, seed=3) != epoch[0]
-
-
-def test_sampled_text_does_not_depend_on_batches_or_interruptions(tmp_path: Path):
-    pair = ModelPair(target(), target(), character_tokenizer())
-    prompts: list[list[int] | None] = [*random_prompts([3, 8, 5]), None]
-
-    def sample(name: str, batch: int, **kwargs: Any) -> list[Lesson]:
-        settings = {"samples_per_prompt": 3, "max_new_tokens": 8, "temperature": 1.0, "seed": 4} | kwargs
-        return sampled_sequences(pair, prompts, tmp_path / name, batch_size=batch, **settings)
-
-    whole = sample("whole", 9)
-    assert len({tuple(x.completion) for x in whole if x.prompt == prompts[0]}) > 1  # several samples, not copies
-    assert sample("cut", 2, until=0.0) == []
-    late = sample("late", 9, until=time.perf_counter() + 0.2, max_new_tokens=5000)  # cut where it stands
-    assert late
-    assert all(0 < len(started.completion) < 5000 for started in late)
-    sample("cut", 2)
-    lines = (tmp_path / "cut").read_text().splitlines(keepends=True)
-    (tmp_path / "cut").write_text("".join(lines[:4]) + lines[4][:10])  # killed while writing
-    assert sample("cut", 2) == whole
-    before = (tmp_path / "whole").read_text()
-    assert sample("whole", 9) == whole
-    assert (tmp_path / "whole").read_text() == before
-
-
-def test_given_text_ends_as_the_chat_template_ends_it(tmp_path: Path):
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<a>' if m['role'] == 'user' else '<b>' }}{{ m['content'] }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}<b>{% endif %}"
-    )
-    settings = dataclasses.replace(QUICK, text="given", steps=1)
-    seen: list[dict[str, Any]] = []
-    prompts = [[{"role": "user", "content": "hi"}], "hi", "unanswered"]
-    out = distill(
-        target(),
-        None,
-        tokenizer,
-        prompts,
-        settings,
-        tmp_path,
-        given=["yes", "yes", None],
-        progress=lambda step, total, row: seen.append(row),
-    )
-    assert out.before is None
-    assert out.after is None
-    # <a> h i </s> <b> + y e s </s>, and h i + y e s </s>
-    assert seen[-1]["tokens"] == 9 + 6
-    assert not (tmp_path / "texts.jsonl").exists()
-
+from models import noisy, random_prompts, tiny
+from training.distillation.made import HELD_OUT, PROMPTS, QUICK, metrics, run, target
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
@@ -333,10 +170,9 @@ def test_a_fresh_process_goes_on_to_the_same_numbers(tmp_path: Path):
         run(tmp_path / "killed", dataclasses.replace(QUICK, evaluate_every=6), progress=kill)
     script = (
         "import sys; sys.path[:0] = sys.argv[2:]; import torch; torch.set_num_threads(1); from pathlib import Path; "
-        "from test_distill import run; run(Path(sys.argv[1]), resume=True)"
+        "from training.distillation.made import run; run(Path(sys.argv[1]), resume=True)"
     )
-    here = Path(__file__).parent
-    subprocess.run([sys.executable, "-c", script, tmp_path / "killed", here, here.parents[1]], check=True)
+    subprocess.run([sys.executable, "-c", script, tmp_path / "killed", Path(__file__).parents[2]], check=True)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "killed" / "draft")
     for a, b in zip(again.parameters(), straight.draft.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -458,14 +294,6 @@ def test_gpt2_may_be_a_draft_of_its_own(tmp_path: Path):
     result = run(tmp_path, settings, target=tiny("gpt2"), draft=tiny("gpt2", seed=1, n_inner=48))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.n_inner == 48
     assert result.steps == 2
-
-
-def test_prompts_beyond_the_context_are_left_out_like_other_long_ones():
-    pair = ModelPair(target(), target(), character_tokenizer())
-    assert pair.context is not None
-    encoded = encode(pair, ["ab", "a" * (pair.context + 5)], 100, "prompts")
-    assert encoded[0] is not None
-    assert encoded[1] is None
 
 
 def test_held_out_text_stays_what_a_budget_made_it(tmp_path: Path):
