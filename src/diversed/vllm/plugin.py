@@ -143,12 +143,12 @@ def attach(runner: Any, vllm_config: Any, bounds: Bounds) -> None:
     from diversed.vllm.served import make_served
 
     second = bool(vllm_config.use_v2_model_runner)
-    if getattr(runner, "speculator" if second else "drafter", None) is None:
-        return  # an earlier stage of a pipeline, which samples nothing
     faults = runner_faults(second) + foreign_wrappers() + unsupported(vllm_config)
     if faults:
         report(faults, bounds)
         return
+    if getattr(runner, "speculator" if second else "drafter", None) is None:
+        return  # an earlier stage of a pipeline, which samples nothing
     served = make_served(vllm_config, bounds, runner.device)
     if second:
         import vllm.v1.worker.gpu.spec_decode.rejection_sampler as sampler2
