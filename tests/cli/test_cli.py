@@ -154,6 +154,23 @@ def test_bench_writes_rows_picture_and_resumes(tmp_path):
     assert json.loads((tmp_path / "o.json").read_text()) == rows
 
 
+def test_demo_measures_anew_but_leaves_a_benchs_measurements_alone(tmp_path):
+    file = tmp_path / "measurements.jsonl"
+    bench = ["bench", "--verifier", "lossless", "-N", "3", "--n", "2", "--timing-n", "0", "--trace-n", "0"]
+    assert CliRunner().invoke(app, [*bench, "--output-dir", str(tmp_path)]).exit_code == 0
+    before = file.read_bytes()
+    demo = ["demo", "--n", "2", "--timing-n", "0"]
+    refused = run(*demo, "--output-dir", str(tmp_path))
+    assert refused.returncode != 0
+    assert "holds other measurements: choose another folder" in refused.stderr
+    assert file.read_bytes() == before
+    for n in ("2", "3"):
+        result = CliRunner().invoke(app, ["demo", "--n", n, "--timing-n", "0", "--output-dir", str(tmp_path / "own")])
+        assert result.exit_code == 0, result.output
+        assert "at quality" in result.output
+    assert {r["n"] for r in json.loads((tmp_path / "own" / "rows.json").read_text())} == {3}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

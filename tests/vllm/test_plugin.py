@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from diversed.vllm import __main__ as command
 from diversed.vllm import contract, plugin
 from diversed.vllm.bounds import Bounds
 
@@ -94,6 +95,16 @@ def test_doctor_tells_and_tests(vllm):
     assert "head shop: hidden sizes 384 and 128" in done.stdout
     assert "BAD" not in done.stdout
     assert done.stdout.count("ok ") >= 5
+
+
+def test_doctor_counts_a_runner_that_does_not_fit(vllm, monkeypatch, capsys):
+    """The other runner may do, so start-up is silent; who asks wants to know."""
+    moved = contract.Need("vllm.sampling_params", "SamplingParams.verify", ("self", "somebody_elses_argument"))
+    monkeypatch.setattr(contract, "V2", (*contract.V2, moved))
+    monkeypatch.setattr(command, "self_test", lambda heads: True)
+    assert plugin.find_faults() == []
+    assert command.doctor() == 1
+    assert "NOT ACTIVE: with runner V2: " in capsys.readouterr().out
 
 
 def test_doctor_names_a_missing_head(vllm):

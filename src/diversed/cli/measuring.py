@@ -62,9 +62,9 @@ def demo(
     )
     show_sample(task, head, seed)
     alone, fast = rows[0], max((r for r in rows if r["verifier"] == head), key=lambda r: r["score"])
+    speed = f" answers {fast['speedup']:.1f} times as fast as the target alone;" if timing_n else ":"
     console.print(
-        f"\n{head} at quality {fast['quality']:g} answers {fast['speedup']:.1f} times as fast as the target alone; "
-        f"score {fast['score']:.3f} against {alone['score']:.3f}."
+        f"\n{head} at quality {fast['quality']:g}{speed} score {fast['score']:.3f} against {alone['score']:.3f}."
     )
 
 
@@ -323,6 +323,9 @@ def run_sweep(
         setting.prepare(pair)  # what is wrong with a setting should show before the first measurement
     path = output_dir / "measurements.jsonl"
     if not resume and path.exists():
+        found = read_measurements(path)
+        if found.plan.settings != plan.settings or found.config["target"] != pair.target_name:
+            raise ValueError(f"output_dir={str(output_dir)!r} holds other measurements: choose another folder")
         path.unlink()
     with progress_bar() as bar:
         job = bar.add_task("measuring", total=None)

@@ -10,7 +10,7 @@ import numpy as np
 from diversed.evaluation.prediction import foretell, traced
 from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
 from diversed.evaluation.statistics import Interval, mean_interval, median_interval, ratio_interval
-from diversed.evaluation.sweep import PARTS, Kind, Measurement, Row
+from diversed.evaluation.sweep import PARTS, Kind, Measurement, Row, judged_kind
 
 
 def summarise(measurements: Sequence[Measurement], settings: Iterable[Setting], provenance: Row) -> list[Row]:
@@ -21,7 +21,7 @@ def summarise(measurements: Sequence[Measurement], settings: Iterable[Setting], 
     score is its mean over them, and ``seed`` lists them. ``bias`` is the mean TV(nu, p) over positions of texts that
     follow nu. ``predicted_speedup`` is what theory makes of recorded texts and measured costs.
     """
-    judged: Kind = "timed" if provenance["batch_size"] == 1 else "scored"
+    judged = judged_kind(provenance["batch_size"])
     return [
         row_of(measurements, setting, judged, provenance)
         for setting in settings

@@ -27,6 +27,11 @@ PARTS = ("prefill", "draft", "target", "verification", "rest")  # of the time; c
 LONGEST_BLOCK = 16  # traces foretell the number of target passes for every N up to this
 
 
+def judged_kind(batch_size: int) -> Kind:
+    """The passes that score and acceptance are taken from: one by one, the timed ones serve for these too."""
+    return "timed" if batch_size == 1 else "scored"
+
+
 @dataclass(frozen=True)
 class Plan:
     """What to measure.
@@ -45,8 +50,7 @@ class Plan:
 
     @property
     def judged(self) -> Kind:
-        """The passes that score and acceptance are taken from."""
-        return "timed" if self.batch_size == 1 else "scored"
+        return judged_kind(self.batch_size)
 
     @property
     def traced_settings(self) -> tuple[Setting, ...]:
