@@ -1,5 +1,5 @@
 # make demo   install into .venv if need be, then run the main job on the embedded pair
-# make test   install into .venv if need be, then run the tests (make test-slow: the long ones; make test-readme: README's examples)
+# make test   install into .venv if need be, then run the tests (also: make test-slow, make test-readme)
 # make test-vllm   install vLLM into .venv-vllm if need be, then run the plug-in's tests there (test-vllm-slow: the load test)
 # make lint   ruff and mypy
 
