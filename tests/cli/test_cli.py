@@ -164,8 +164,8 @@ def test_demo_measures_anew_but_leaves_a_benchs_measurements_alone(tmp_path):
     assert refused.returncode != 0
     assert "holds other measurements: choose another folder" in refused.stderr
     assert file.read_bytes() == before
-    for n in ("2", "3"):
-        result = CliRunner().invoke(app, ["demo", "--n", n, "--timing-n", "0", "--output-dir", str(tmp_path / "own")])
+    for changed in (["--n", "2"], ["--n", "3", "--task", "tally"]):
+        result = CliRunner().invoke(app, ["demo", *changed, "--timing-n", "0", "--output-dir", str(tmp_path / "own")])
         assert result.exit_code == 0, result.output
         assert "at quality" in result.output
     assert {r["n"] for r in json.loads((tmp_path / "own" / "rows.json").read_text())} == {3}

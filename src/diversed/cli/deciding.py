@@ -171,7 +171,6 @@ def calibrate(
         output_dir=output_dir
         or head / f"calibration-{Path(task).name}-{split}-T{temperature:g}-N{num_speculative_tokens}-seed{seed}",
         json_file=json_file,
-        resume=True,
         title=f"{task}, {split} split: {head}",
     )
     console.print(f"calibration: {calibration_of(rows).save(folder)}")

@@ -42,22 +42,18 @@ def demo(
     Two small Llama models inside the package solve held-out word problems. The table shows what each verifier gains
     (accepted drafts, tokens per target pass, speed) and what it costs (accuracy).
     """
-    from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
     from diversed.evaluation.sweep import Plan
 
-    head = f"learned:{task}"
-    settings = [Setting(TARGET_ONLY, num_speculative_tokens=0), Setting(DRAFT_ONLY, num_speculative_tokens=0)]
-    settings += [Setting(v) for v in ("lossless", "static:0.8", "static:0.5", "static:0.2")]
-    settings += [Setting(head, quality=q) for q in (0.9, 0.5, 0.1)]
+    pair, head = load_pair(None, None), f"learned:{task}"
+    forget_demo(output_dir / "measurements.jsonl", pair.target_name)
     rows, _ = run_sweep(
-        load_pair(None, None),
+        pair,
         task,
-        Plan(tuple(settings), batch_size=50, timing_n=timing_n, seed=seed),
+        Plan(demo_settings(task), batch_size=50, timing_n=timing_n, seed=seed),
         n=n,
         data_dir=None,
         output_dir=output_dir,
         json_file=json_file,
-        resume=False,
         title=f"Embedded pair, {task} problems, T = 1, N = 5",
     )
     show_sample(task, head, seed)
@@ -66,6 +62,29 @@ def demo(
     console.print(
         f"\n{head} at quality {fast['quality']:g}{speed} score {fast['score']:.3f} against {alone['score']:.3f}."
     )
+
+
+def demo_settings(task: str) -> tuple[Any, ...]:
+    """What the demo of a family of problems compares."""
+    from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
+
+    settings = [Setting(TARGET_ONLY, num_speculative_tokens=0), Setting(DRAFT_ONLY, num_speculative_tokens=0)]
+    settings += [Setting(v) for v in ("lossless", "static:0.8", "static:0.5", "static:0.2")]
+    settings += [Setting(f"learned:{task}", quality=q) for q in (0.9, 0.5, 0.1)]
+    return tuple(settings)
+
+
+def forget_demo(path: Path, target_name: str) -> None:
+    """Remove what an earlier demo measured, of either family, so that this one measures anew; nobody else's."""
+    from diversed.evaluation.sweep import read_measurements
+    from diversed.tasks.word_problems import FAMILIES
+
+    if not path.exists():
+        return
+    found = read_measurements(path)
+    if found.config["target"] != target_name or found.plan.settings not in map(demo_settings, FAMILIES):
+        raise ValueError(f"output_dir={str(path.parent)!r} holds other measurements: choose another folder")
+    path.unlink()
 
 
 def show_sample(task_name: str, head: str, seed: int) -> None:
@@ -174,7 +193,6 @@ def bench(
             data_dir=data_dir,
             output_dir=output_dir if len(tasks) == 1 else output_dir / Path(name).stem,
             json_file=None,
-            resume=True,
             title=f"{name}: {target or 'embedded pair'}",
         )
         rows += measured
@@ -261,7 +279,6 @@ def evaluate(
         data_dir=data_dir,
         output_dir=folder,
         json_file=json_file,
-        resume=True,
         title=f"{task}, {split} split: {run}",
     )
     measured = by_setting(measurements, kind=plan.judged)
@@ -303,12 +320,11 @@ def run_sweep(
     data_dir: Path | None,
     output_dir: Path,
     json_file: Path | None,
-    resume: bool,
     title: str,
     split: str = "test",
     reward: str | None = None,
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Measure, then print the table and write rows and picture. Returns the rows and what they were made of."""
+    """Measure, going on with what the folder holds, then print the table and write rows and picture. Returns the rows and what they were made of."""
     from diversed.evaluation.rows import summarise
     from diversed.evaluation.show import frontier_picture, frontier_table, write_json
     from diversed.evaluation.sweep import read_measurements, sweep
@@ -322,11 +338,6 @@ def run_sweep(
     for setting in plan.settings:
         setting.prepare(pair)  # what is wrong with a setting should show before the first measurement
     path = output_dir / "measurements.jsonl"
-    if not resume and path.exists():
-        found = read_measurements(path)
-        if found.plan.settings != plan.settings or found.config["target"] != pair.target_name:
-            raise ValueError(f"output_dir={str(output_dir)!r} holds other measurements: choose another folder")
-        path.unlink()
     with progress_bar() as bar:
         job = bar.add_task("measuring", total=None)
         measured = sweep(
