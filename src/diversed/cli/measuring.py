@@ -324,7 +324,7 @@ def run_sweep(
     split: str = "test",
     reward: str | None = None,
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Measure, going on with what the folder holds, then print the table and write rows and picture. Returns the rows and what they were made of."""
+    """Measure, print the table, write rows and picture; the same folder goes on. Returns rows and measurements."""
     from diversed.evaluation.rows import summarise
     from diversed.evaluation.show import frontier_picture, frontier_table, write_json
     from diversed.evaluation.sweep import read_measurements, sweep
