@@ -7,7 +7,7 @@ named alike but for a last ``-SEED``. A head's curve runs through its qualities 
 through its settings and lossless, that of static weights on to the draft alone. All are read off at the same acceptance
 per position, by linear interpolation, and a method's curve is the mean of its heads'. Intervals are 95 %, from a paired
 bootstrap over prompts; how much heads differ shows in the rows of the seeds. A rule measured in several folders counts
-once.
+once, a setting that has not met all prompts yet not at all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,10 +29,10 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)
 SAME = ("target", "draft", "task", "split", "n", "max_new_tokens", "seed")  # what makes answers comparable
 
 
-def read(folders: list[Path]) -> list[Measurement]:
-    """Every measurement once, the first found."""
+def read(folders: list[Path]) -> tuple[list[Measurement], int]:
+    """Every measurement once, the first found, and the number of prompts."""
     found: dict[object, Measurement] = {}
-    first: dict[str, object] = {}
+    first: dict[str, Any] = {}
     for folder in folders:
         recorded = read_measurements(folder / "measurements.jsonl")
         config = {k: recorded.config[k] for k in SAME}
@@ -40,7 +41,7 @@ def read(folders: list[Path]) -> list[Measurement]:
             sys.exit(f"{folder} and {folders[0]} measured different things: {config} and {first}")
         for m in recorded.measurements:
             found.setdefault(m.key, m)
-    return list(found.values())
+    return list(found.values()), int(first["n"])
 
 
 def curves(measured: list[Measured]) -> dict[str, list[Measured]]:
@@ -67,15 +68,15 @@ def show(scores: Scores, form: str = "+.4f") -> str:
     return f"{scores[0]:{form}} ({interval[0]:{form}} to {interval[1]:{form}})"
 
 
-def print_table(measurements: list[Measurement]) -> None:
-    measured = by_setting(measurements, kind="scored")
+def print_table(measurements: list[Measurement], n: int) -> None:
+    measured = by_setting(measurements, kind="scored", prompts=range(n))
     target = next(m.scores for s, m in measured.items() if s.verifier == "target-only")
-    weights = first_all(len(target), draws=2000, seed=0)
-    alone = weights @ target / len(target)
+    weights = first_all(n, draws=2000, seed=0)
+    alone = weights @ target / n
     found = curves(list(measured.values()))
     heads = sorted(name for name in found if name not in RULES)
     methods = sorted({re.sub(r"-\d+$", "", name) for name in heads})
-    print(f"n = {len(target)} prompts; target-only {show(alone, '.4f')}\n")
+    print(f"n = {n} prompts; target-only {show(alone, '.4f')}\n")
     columns = ["acceptance", "verifier", "score", "over target", *(f"over {rule}" for rule in RULES)]
     print(f"| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
     for acceptance in ACCEPTANCES:
@@ -96,4 +97,4 @@ def print_table(measurements: list[Measurement]) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    print_table(read([Path(name) for name in sys.argv[1:]]))
+    print_table(*read([Path(name) for name in sys.argv[1:]]))

@@ -12,11 +12,12 @@ from diversed import EnsembleHead, LearnedEnsemble, ModelPair
 from diversed.tasks import Example, Task
 from diversed.training import constrained, counterfactual, montecarlo
 from diversed.training.policy_gradient import StateValue, advantages, improve, loss_of, surrogate
-from diversed.training.regression import Labels
+from diversed.training.regression import Labels, fit_linear, predict_ridge
 from diversed.training.rollouts import Draws, Rollouts
 from diversed.training.settings import OBJECTIVES, TrainSettings
 from diversed.training.state import State
 from diversed.training.trainer import train
+from diversed.verifiers.learned import NUM_FEATURES
 from models import character_tokenizer, table
 from training.toy import FRAGILE, SAFE, rewards, states, toy_pair, toy_settings, toy_task
 
@@ -261,6 +262,21 @@ def test_states_count_in_proportion_to_their_tv() -> None:
     after_s = (labels.inputs - states(pair, state.head)["s"]).abs().amax(1) < 1e-3
     assert float(labels.mass.sum()) / 200 == pytest.approx(4 * (style + digit), rel=1e-3)
     assert float(labels.mass[after_s].sum() / labels.mass.sum()) == pytest.approx(style / (style + digit), abs=0.02)
+
+
+def test_few_noisy_labels_show_what_the_features_tell() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(4000, 300 + NUM_FEATURES, generator=generator)
+    noisy = inputs[:, -1] + 20 * torch.randn(4000, generator=generator)
+    labels = Labels(inputs, noisy, torch.ones(4000), torch.arange(4000) // 40)
+    fresh = torch.randn(4000, 300 + NUM_FEATURES, generator=generator).double()
+
+    def agreement(features: int) -> float:
+        predicted = predict_ridge(fresh, fit_linear(inputs, labels, features)[0])
+        return float(torch.corrcoef(torch.stack([predicted, fresh[:, -1]]))[0, 1])
+
+    assert agreement(NUM_FEATURES) > 0.6
+    assert agreement(NUM_FEATURES) > 2 * agreement(0)
 
 
 def test_rewards_see_the_whole_answer_of_a_branch() -> None:
