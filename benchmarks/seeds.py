@@ -86,7 +86,7 @@ def print_table(measurements: list[Measurement], n: int) -> None:
             own = [name for name in heads if re.sub(r"-\d+$", "", name) == method]
             rows = {name: read_off[name] for name in own}
             if len(own) > 1:
-                rows[f"**mean of {len(own)}**"] = np.mean(list(rows.values()), axis=0)
+                rows[f"**{method}, mean of {len(own)}**"] = np.mean(list(rows.values()), axis=0)
             for name, scores in rows.items():
                 gains = [show(scores - read_off[rule]) if rule in read_off else "–" for rule in RULES]
                 print(
