@@ -60,6 +60,11 @@ def curves(measured: list[Measured]) -> dict[str, list[Measured]]:
     return found
 
 
+def method_of(head: str) -> str:
+    """A head's name without its training seed."""
+    return re.sub(r"-\d+$", "", head)
+
+
 def show(scores: Scores, form: str = "+.4f") -> str:
     """The value on the prompts as they are, and the interval over resamples."""
     interval = percentile_interval(scores[1:])
@@ -75,7 +80,7 @@ def print_table(measurements: list[Measurement], n: int) -> None:
     alone = weights @ target / n
     found = curves(list(measured.values()))
     heads = sorted(name for name in found if name not in RULES)
-    methods = sorted({re.sub(r"-\d+$", "", name) for name in heads})
+    methods = sorted({method_of(name) for name in heads})
     print(f"n = {n} prompts; target-only {show(alone, '.4f')}\n")
     columns = ["acceptance", "verifier", "score", "over target", *(f"over {rule}" for rule in RULES)]
     print(f"| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
@@ -83,7 +88,7 @@ def print_table(measurements: list[Measurement], n: int) -> None:
         at = np.full(len(weights), acceptance)
         read_off = {name: curve_at(weights, curve, at) for name, curve in found.items()}
         for method in methods:
-            own = [name for name in heads if re.sub(r"-\d+$", "", name) == method]
+            own = [name for name in heads if method_of(name) == method]
             rows = {name: read_off[name] for name in own}
             if len(own) > 1:
                 rows[f"**{method}, mean of {len(own)}**"] = np.mean(list(rows.values()), axis=0)

@@ -198,7 +198,7 @@ def test_a_fit_that_would_not_fit_into_the_budget_is_foreseen(tmp_path: Path, mo
     began = time.perf_counter()
     result = train(toy_pair(), toy_task(), toy_task("validation", n=8), settings, tmp_path / "run", budget=10.0)
     assert result.stopped == "budget"
-    assert seen in ([4, 8], [4])  # 12 batches would take 6 seconds more; a busy machine has no time for 8 either
+    assert seen == [4, 8]  # 12 batches would take 6 seconds more
     assert result.steps == 11
     assert time.perf_counter() - began < 12.0
 
