@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from diversed import LearnedEnsemble, generate
+from diversed.folders import sole_writer
 from diversed.training import montecarlo
 from diversed.training.rollouts import Rollouts
 from diversed.training.run_folder import read_rows
@@ -300,6 +301,14 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not empty and holds no run"):
         run(tmp_path / "papers")
     assert [f.name for f in (tmp_path / "papers").iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_that_another_process_writes_to_is_refused_and_left_alone(tmp_path: Path) -> None:
+    run(tmp_path / "run", steps=1)
+    before = numbers(tmp_path / "run")[0]
+    with sole_writer(tmp_path / "run"), pytest.raises(ValueError, match="being written to by another process"):
+        run(tmp_path / "run", steps=1, resume=True)
+    assert numbers(tmp_path / "run")[0] == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

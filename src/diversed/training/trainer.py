@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diversed.engine import ModelPair, PromptCache
+from diversed.folders import sole_writer
 from diversed.tasks import Task, judge
 from diversed.tasks.contract import digest
 from diversed.training import constrained, counterfactual, montecarlo, reinforce
@@ -113,9 +115,17 @@ def train(
             "without work: give at least one sequence to each"
         )
     config = {"run": describe(run), "source": dict(source or {}), "versions": versions()}
-    if accelerator.is_main_process:
-        open_run(run.folder, config, resume=resume)
-    accelerator.wait_for_everyone()
+    with contextlib.ExitStack() as held:
+        if accelerator.is_main_process:
+            open_run(run.folder, config, resume=resume)
+            held.enter_context(sole_writer(run.folder))
+        accelerator.wait_for_everyone()
+        return take_steps(run, resume=resume, budget=budget, trackers=trackers, progress=progress)
+
+
+def take_steps(run: Run, *, resume: bool, budget: float | None, trackers: str | None, progress: Progress) -> Result:
+    """The run itself, in a folder that is this process's own."""
+    pair, settings, accelerator = run.pair, run.settings, run.accelerator
     if trackers:
         plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in asdict(settings).items()}
         accelerator.init_trackers("diversed", config=plain)
@@ -126,7 +136,7 @@ def train(
         hidden=settings.hidden,
         initial_weight=settings.initial_weight,
         pair=pair.describe(),
-        task=train_task.name,
+        task=run.train.name,
     )
     state = State.new(head, settings)
     checkpoint = run.folder / "checkpoint"
@@ -180,7 +190,7 @@ def train(
         progress(state.step, row | {"best": state.best})
     if accelerator.is_main_process and state.step:
         state.save(checkpoint)
-        draw_curves(run.folder, f"{train_task.name}, {settings.objective}, seed {settings.seed}")
+        draw_curves(run.folder, f"{run.train.name}, {settings.objective}, seed {settings.seed}")
     if trackers:
         accelerator.end_training()
     best_head = LearnedEnsemble.from_pretrained(run.folder / "head").head

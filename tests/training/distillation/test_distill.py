@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from diversed import ModelPair, generate
+from diversed.folders import sole_writer
 from diversed.tasks.word_problems import problems
 from diversed.training.distillation import DistillSettings, distill
 from diversed.training.distillation import run as run_module
@@ -232,6 +233,8 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path):
         run(tmp_path / "run", settings, target=target(intermediate_size=48), resume=True)
     with pytest.raises(ValueError, match=r"another run \(prompts: "):
         run(tmp_path / "run", settings, prompts=PROMPTS[1:], resume=True)
+    with sole_writer(tmp_path / "run"), pytest.raises(ValueError, match="being written to by another process"):
+        run(tmp_path / "run", settings, resume=True)
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "thesis.tex").write_text("x")
     with pytest.raises(ValueError, match="not empty and holds no run"):

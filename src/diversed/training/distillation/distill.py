@@ -7,6 +7,7 @@ the divergences). Learning from text that the target sampled puts the loss where
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from diversed.engine import ModelPair
+from diversed.folders import sole_writer
 from diversed.training.distillation.loss import check_head
 from diversed.training.distillation.run import Acceptance, Progress, Run, log_held_out, measure, train
 from diversed.training.distillation.settings import RESUMABLE, DistillSettings, check_settings
@@ -84,7 +86,8 @@ def distill(
     out = Path(output_dir)
     trained_flags = [(p, p.requires_grad) for p in target.parameters()]
     target.requires_grad_(False)
-    try:
+    with contextlib.ExitStack() as held:
+        held.callback(lambda: [p.requires_grad_(flag) for p, flag in trained_flags])
         student = student_of(target, draft, settings.layers)
         pair = ModelPair(target, draft if draft is not None else target, tokenizer)
         check_head(target, "target")
@@ -96,6 +99,7 @@ def distill(
         )
         what = describe(pair, draft, settings, encoded, given, held_out)
         open_run(out, {"run": what, "versions": versions()}, resume=resume)
+        held.enter_context(sole_writer(out))
         wrapped = add_lora(student, settings.lora_rank, settings.seed) if settings.lora_rank else None
         target.requires_grad_(False)
         run = Run(target, student, settings, out, report, started, (draft or target).dtype)
@@ -148,9 +152,6 @@ def distill(
         if wrapped is not None:
             student = wrapped.merge_and_unload()
         finished = save_draft(student, tokenizer, out / "draft", run.dtype)
-    finally:
-        for parameter, flag in trained_flags:
-            parameter.requires_grad_(flag)
     result = Distilled(
         finished,
         out / "draft",
