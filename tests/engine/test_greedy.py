@@ -7,6 +7,7 @@ import torch
 
 from diversed import GenerationOutput, Lossless, ModelPair, StaticEnsemble, generate
 from diversed.engine.cache import visible
+from diversed.verifiers import BlockVerification, OpeningRule
 from models import EOS, FAMILIES, WINDOW, character_tokenizer, greedy_reference, noisy, pad_left, random_prompts, tiny
 
 LENGTHS = [7, 3, 40, 21, 1]
@@ -144,3 +145,26 @@ def test_the_contexts_end_ends_the_sequence() -> None:
     assert out.finish_reasons == ["length"] * 4
     for ids, prompt in zip(out.token_ids, prompts, strict=True):
         assert [ids] == greedy_reference(pair.target, [prompt], 48 - len(prompt))
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [1, 3, 5])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_verifier_knows_how_far_each_text_has_come(num_speculative_tokens: int, wrapped: bool) -> None:
+    """A strict opening of 9 tokens: the target's text, gone on with by the draft."""
+    pair = pair_of("llama")
+    prompts = random_prompts(LENGTHS)
+    opening = [ids[:9] for ids in greedy_reference(pair.target, prompts, NEW)]
+    rest = greedy_reference(pair.draft, [p + o for p, o in zip(prompts, opening, strict=True)], NEW - 9)
+    expected = [o if len(o) < 9 or EOS in o else o + r for o, r in zip(opening, rest, strict=True)]
+    assert expected != greedy_reference(pair.target, prompts, NEW)
+    rule = OpeningRule(9)
+    out = generate(
+        pair,
+        **pad_left(prompts),
+        verifier=BlockVerification(rule) if wrapped else rule,
+        bonus="verifier",
+        temperature=0,
+        max_new_tokens=NEW,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    assert out.token_ids == expected

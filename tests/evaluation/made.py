@@ -33,10 +33,11 @@ PROVENANCE = CONFIG | {"score": "exact match", "device": "cpu", "threads": 1, "d
 def one(setting: Setting, start: int, end: int, kind: str, rate: float, right: int) -> Measurement:
     n, width = end - start, setting.num_speculative_tokens
     blocks = expected_blocks([rate] * TOKENS, width) if width else float(TOKENS)
+    alone = DRAFT if setting.verifier == DRAFT_ONLY else STEP
     seconds = {
         "prefill": 0.0,
         "draft": n * blocks * width * DRAFT,
-        "target": n * (blocks * (PASS + width * EACH) if width else TOKENS * STEP),
+        "target": n * (blocks * (PASS + width * EACH) if width else TOKENS * alone),
         "verification": n * blocks * VERDICT if width else 0.0,
         "rest": n * blocks * REST if width else 0.0,
         "compile": 7.0,  # once, so that no figure may contain it

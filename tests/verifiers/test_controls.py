@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diversed.verification import total_variation
-from diversed.verifiers import EntropyRule, FavouriteRule, FuzzyRule, SetAcceptance
+from diversed.verifiers import EntropyRule, FavouriteRule, FuzzyRule, OpeningRule, SetAcceptance
 
 
 def test_weight_is_one_below_the_threshold_and_zero_above():
@@ -24,6 +24,19 @@ def test_weight_is_one_below_the_threshold_and_zero_above():
 def test_a_threshold_below_zero_is_refused(threshold):
     with pytest.raises(ValueError, match="threshold="):
         EntropyRule(threshold)
+
+
+def test_the_opening_rule_is_strict_at_first_and_where_the_target_is_sure():
+    p = torch.tensor([[[0.5, 0.5], [0.5, 0.5], [1.0, 0.0]]])
+    places = torch.tensor([[3, 4, 5]])
+    assert OpeningRule(4).at_places(places).weight(p, p, p, p).tolist() == [[1.0, 0.0, 0.0]]
+    assert OpeningRule(4, 0.5).at_places(places).weight(p, p, p, p).tolist() == [[1.0, 0.0, 1.0]]
+    with pytest.raises(ValueError, match="places: "):
+        OpeningRule(4).weight(p, p, p, p)
+    with pytest.raises(ValueError, match="length="):
+        OpeningRule(-1)
+    with pytest.raises(ValueError, match="threshold="):
+        OpeningRule(4, -1)
 
 
 def test_the_distance_rule_is_strict_where_the_models_disagree():

@@ -29,6 +29,7 @@ from diversed.verification import (
     verify_block_tested,
 )
 from diversed.verifiers import Verifier
+from diversed.verifiers.ensemble import at_places
 from diversed.verifiers.rivals import accepted_or_target
 
 Bonus = Literal["target", "verifier"]
@@ -174,7 +175,8 @@ def decode(
         drafted_ids = tokens[:, 1:].tolist() if sampler.history else None
         p, support = sampler(logits, prefixes(active, drafted_ids, settings, target.device))
         u = u.to(target.device)
-        verdict, seen = verify(p, support, target_hidden, block, num_drafted, settings, u, pair)
+        generated = [len(s.ids) - s.prompt_length for s in active]
+        verdict, seen = verify(p, support, target_hidden, block, num_drafted, generated, settings, u, pair)
         accepted, kept = read(verdict, names)  # the host waits for the device here, and nowhere else
         watch.book("verification")
 
@@ -294,6 +296,7 @@ def verify(
     target_hidden: Tensor,
     block: DraftBlock | None,
     num_drafted: list[int],
+    generated: list[int],
     settings: Settings,
     u: Tensor,
     pair: ModelPair,
@@ -310,15 +313,17 @@ def verify(
         q, draft_hidden = block.probs.to(device), block.hidden.to(device)
         k = q.shape[1]
         known = (p[:, :k], q, target_hidden[:, :k], draft_hidden)
-        nu = given = settings.verifier(*known)
+        places = torch.tensor(generated, device=device).unsqueeze(1) + torch.arange(k, device=device)
+        verifier = at_places(settings.verifier, places)
+        nu = given = verifier(*known)
         if support is not None:
             nu = mask_to_support(nu, p[:, :k], support[:, :k])
-        if hasattr(settings.verifier, "accepts"):  # no rejection sampling: a test that drafted tokens pass or fail
-            accepts = settings.verifier.accepts(p[:, :k], q)
+        if hasattr(verifier, "accepts"):  # no rejection sampling: a test that drafted tokens pass or fail
+            accepts = verifier.accepts(p[:, :k], q)
             accepts = accepts if support is None else accepts & support[:, :k]
             nu = accepted_or_target(accepts, p[:, :k], q, greedy=settings.sampler.greedy)
-        if settings.trace and hasattr(settings.verifier, "weight"):
-            weight = settings.verifier.weight(*known)
+        if settings.trace and hasattr(verifier, "weight"):
+            weight = verifier.weight(*known)
     finite = torch.stack([all_finite(probs) for probs in (p, p if q is None else q, given)])
     bonus_from = nu if settings.bonus == "verifier" and q is not None else p
     bonus_probs = bonus_from.gather(1, last).squeeze(1)

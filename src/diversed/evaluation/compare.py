@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -104,6 +104,20 @@ def score_at_acceptance(
     if scores[0] in (0.0, 1.0):  # all alike: resampling knows no doubt, Wilson's interval does
         interval = interval_of_mean([float(scores[0])] * weights.shape[1])[1]
     return float(scores[0]), interval
+
+
+BY_REQUEST = "by request"
+
+
+def by_request(lossless: Sequence[Measured], draft: Measured | None) -> list[Measured]:
+    """The curve of no verifier at all: some requests are verified lossless, the others left to the draft alone.
+
+    A straight line between the two, ends included: what a verifier that decides token by token has to beat.
+    """
+    if draft is None or not lossless:
+        return []
+    one = np.ones(len(draft.scores))
+    return [*lossless, replace(draft, acceptance=1.0, acceptance_ci=(1.0, 1.0), accepted=one, examined=one)]
 
 
 def first_all(n: int, draws: int, seed: int) -> Scores:

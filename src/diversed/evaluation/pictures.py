@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from diversed.evaluation.compare import BY_REQUEST
 from diversed.evaluation.prediction import costs_of, foretell
 from diversed.evaluation.rows import at_one_n
-from diversed.evaluation.settings import Setting
+from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
 from diversed.evaluation.show import family, style_of
 from diversed.evaluation.sweep import Recorded, Row
 from diversed.theory import static_line
@@ -82,9 +83,26 @@ def scatter(rows: Sequence[Row], x: str, x_label: str, y: str, y_label: str) -> 
                 xs, ys = [p[0] for p in points], [p[1] for p in points]
                 axis.errorbar(xs, ys, bars, ms=4, lw=1, capsize=2, elinewidth=0.7, **style)
                 found = True
+        mixed = mixture([r for r in rows if r["temperature"] == temperature], x, y)
+        if mixed:
+            axis.plot(*zip(*mixed, strict=True), ":", color="#555", lw=1, label=BY_REQUEST)
         return found
 
     return panels(temperatures(rows), lambda t: f"T = {t:g}", draw, x_label, y_label)
+
+
+def mixture(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
+    """The ends of the line of no verifier at all: some requests are left to the draft alone, the others go to lossless
+    verification (over acceptance, of which the draft has 1) or to the target alone (over time)."""
+    by_acceptance = x == "position_acceptance"
+    strict, draft = (
+        next((r for r in rows if r["verifier"] == name), None)
+        for name in ("lossless" if by_acceptance else TARGET_ONLY, DRAFT_ONLY)
+    )
+    if strict is None or draft is None:
+        return []
+    ends = [(strict[x], strict[y]), (1.0 if by_acceptance else draft[x], draft[y])]
+    return [] if None in (value for end in ends for value in end) else ends
 
 
 def ends_of(row: Row, name: str) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from diversed.verifiers import (
     LearnedEnsemble,
     Lenience,
     Lossless,
+    OpeningRule,
     SetAcceptance,
     StaticEnsemble,
     TopKRelaxation,
@@ -33,6 +34,10 @@ from diversed.verifiers.learned import head_folder
 RULES: dict[str, tuple[Callable[..., Verifier], str]] = {
     "static": (lambda weight: StaticEnsemble(weight), "a weight on the target between 0 and 1, say static:0.7"),
     "entropy": (EntropyRule, "a threshold in nats, say entropy:0.7"),
+    "opening": (
+        lambda length, nats=0.0: OpeningRule(length, nats),
+        "a number of tokens, or that and nats, say opening:16 or opening:16,2.5",
+    ),
     "favourite": (FavouriteRule, "a probability, say favourite:0.1"),
     "acceptance": (SetAcceptance, "a rate, say acceptance:0.7"),
     "lenience": (Lenience, "a number above 0 and at most 1, say lenience:0.5"),

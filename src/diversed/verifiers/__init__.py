@@ -1,6 +1,6 @@
 """Verifiers: maps (target_probs, draft_probs, target_hidden, draft_hidden) to a verification distribution."""
 
-from diversed.verifiers.controls import EntropyRule, FavouriteRule, SetAcceptance
+from diversed.verifiers.controls import EntropyRule, FavouriteRule, OpeningRule, SetAcceptance
 from diversed.verifiers.ensemble import Lossless, StaticEnsemble, Verifier, scale_odds
 from diversed.verifiers.learned import EnsembleHead, LearnedEnsemble
 from diversed.verifiers.rivals import (
@@ -28,6 +28,7 @@ __all__ = [
     "LearnedEnsemble",
     "Lenience",
     "Lossless",
+    "OpeningRule",
     "SetAcceptance",
     "StaticEnsemble",
     "TopKRelaxation",

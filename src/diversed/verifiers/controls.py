@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,32 @@ class EntropyRule(Ensemble):
         entropy: Tensor = -torch.special.xlogy(target_probs, target_probs).sum(-1)
         strict: Tensor = entropy < self.threshold
         return strict.to(target_probs.dtype)
+
+
+@dataclass(frozen=True)
+class OpeningRule(Ensemble):
+    """Strict in the first ``length`` generated tokens, then where the target's entropy lies below ``threshold`` nats.
+
+    A text that goes astray early stays astray; one that was kept on course has earned something already.
+    """
+
+    length: float
+    threshold: float = 0.0
+    places: Tensor | None = None  #: generated tokens before each position, which the engine knows
+
+    def __post_init__(self) -> None:
+        if not self.length >= 0:
+            raise ValueError(f"length={self.length!r} must be a number of tokens, 0 or more")
+        EntropyRule(self.threshold)
+
+    def at_places(self, places: Tensor) -> OpeningRule:
+        return replace(self, places=places)
+
+    def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+        if self.places is None:
+            raise ValueError("places: this rule asks how far the text has come; call at_places first")
+        sure = EntropyRule(self.threshold).weight(target_probs, draft_probs, target_hidden, draft_hidden)
+        return torch.where(self.places < self.length, torch.ones_like(sure), sure)
 
 
 @dataclass(frozen=True)

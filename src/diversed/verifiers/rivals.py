@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from diversed.verification import total_variation
-from diversed.verifiers.ensemble import Ensemble, Verifier, check_fraction
+from diversed.verifiers.ensemble import Ensemble, Verifier, at_places, check_fraction
 
 Divergence = Literal["kl", "js", "tv"]
 
@@ -284,6 +284,10 @@ class BlockVerification:
     def to(self, device: torch.device) -> BlockVerification:
         """The same with the parameters of the verifier inside, if any, on ``device``."""
         return replace(self, verifier=self.verifier.to(device)) if hasattr(self.verifier, "to") else self
+
+    def at_places(self, places: Tensor) -> BlockVerification:
+        """The same with the verifier inside at these places."""
+        return replace(self, verifier=at_places(self.verifier, places))
 
     def check_fits(self, **pair: Any) -> None:
         """Ask the verifier inside whether it fits the pair."""
