@@ -7,10 +7,10 @@ import pytest
 from made import CONFIG, DRAFT, EACH, PASS, PROVENANCE, REST, SETTINGS, STEP, TOKENS, VERDICT, made_bench
 
 from diversed.engine import ModelPair
-from diversed.evaluation.planner import Wish, advice, best_per_verifier, candidates, choose, describe
+from diversed.evaluation.planner import Wish, advice, best_per_verifier, by_request, candidates, choose, describe
 from diversed.evaluation.prediction import costs_of, foretell, target_step
 from diversed.evaluation.rows import summarise
-from diversed.evaluation.settings import TARGET_ONLY, Setting
+from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
 from diversed.evaluation.sweep import Plan, Recorded, header_of, sweep
 from diversed.tasks import load_task
 from diversed.theory import expected_blocks
@@ -109,6 +109,23 @@ def test_when_nothing_is_faster_the_plan_is_not_to_speculate(measurements) -> No
     chosen = choose(points, Wish())
     assert chosen.setting.verifier == TARGET_ONLY
     assert advice(chosen, points).startswith("Do not speculate")
+
+
+def test_a_plan_says_when_no_verifier_does_as_well(recorded) -> None:
+    """The draft alone takes a tenth of the target's time and is right on 1 of 8."""
+    points = best_per_verifier(candidates(recorded, 1.0))
+    head = next(p for p in points if p.setting.verifier == "head")
+    assert by_request(head, recorded.measurements) == ""
+    weak = next(p for p in points if p.setting.verifier == "static:0.1")  # right on 2 of 8
+    share = (1 / weak.speedup - 0.1) / 0.9
+    mixed = share + (1 - share) / 8
+    assert mixed > weak.score
+    assert by_request(weak, recorded.measurements) == (
+        f"No verifier does as well: the target alone for {100 * share:.0f} % of the requests and the draft alone for "
+        f"the others takes the same time and scores {mixed:.3f}."
+    )
+    without = [m for m in recorded.measurements if m.setting.verifier != DRAFT_ONLY]
+    assert by_request(weak, without) == ""
 
 
 def test_a_plan_takes_scores_from_all_prompts_not_from_the_traced_ones(measurements) -> None:

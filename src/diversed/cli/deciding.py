@@ -74,13 +74,23 @@ def plan(
 
       diversed plan --trace runs/shop --speedup 2
     """
-    from diversed.evaluation.planner import Wish, advice, best_per_verifier, calibrated, candidates, choose, describe
+    from diversed.evaluation.planner import (
+        Wish,
+        advice,
+        best_per_verifier,
+        by_request,
+        calibrated,
+        candidates,
+        choose,
+        describe,
+    )
     from diversed.evaluation.show import number, with_interval, write_json
     from diversed.evaluation.sweep import read_measurements
     from diversed.verifiers.calibration import load_calibration
 
     wish = Wish(latency_ms, min_quality, speedup)
     calibration = load_calibration(trace) if trace.is_dir() else None
+    measurements = []
     if calibration is not None:
         measured_at = calibration.conditions["temperature"]
         if temperature != measured_at:
@@ -90,7 +100,9 @@ def plan(
             )
         points = calibrated(str(trace), calibration)
     else:
-        points = candidates(read_measurements(measurements_in(trace)), temperature)
+        recorded = read_measurements(measurements_in(trace))
+        measurements = recorded.measurements
+        points = candidates(recorded, temperature)
     chosen = choose(points, wish)
     table = Table(title="The best N of each, foretold", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("verifier", overflow="fold")
@@ -108,8 +120,7 @@ def plan(
         )
     console.print(table)
     console.print(describe(chosen), soft_wrap=True, markup=False)
-    note = advice(chosen, points)
-    if note:
+    for note in filter(None, (advice(chosen, points), by_request(chosen, measurements))):
         console.print(note, soft_wrap=True, markup=False)
     if json_file is not None:
         write_json([asdict(p) | {"chosen": p is chosen} for p in points], json_file)

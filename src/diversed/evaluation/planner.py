@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diversed.evaluation.prediction import Foretold, costs_of, foretell, judged, target_step
-from diversed.evaluation.settings import TARGET_ONLY, Setting
+from diversed.evaluation.prediction import Foretold, costs_of, foretell, judged
+from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
 from diversed.evaluation.statistics import mean_interval
 from diversed.evaluation.sweep import LONGEST_BLOCK, Measurement, Recorded
 from diversed.verifiers.calibration import Calibration
@@ -55,14 +55,14 @@ def candidates(recorded: Recorded, temperature: float) -> list[Foretold]:
         ValueError: nothing was timed or traced at this temperature.
     """
     measurements = recorded.measurements
-    alone = target_only(measurements, temperature)
-    if alone is None:
+    target = alone(measurements, TARGET_ONLY, temperature)
+    if target is None:
         known = sorted({m.setting.temperature for m in measurements if m.kind == "timed"})
         raise ValueError(
             f"temperature={temperature:g}: target-only decoding was not timed at it (timed at: "
             f"{', '.join(f'{t:g}' for t in known) or 'none'}); run diversed bench with timing_n above 0"
         )
-    points = [alone]
+    points = [target]
     bases = dict.fromkeys(
         m.setting.at_n(1) for m in measurements if m.kind == "traced" and m.setting.temperature == temperature
     )
@@ -83,8 +83,8 @@ def calibrated(head: str, calibration: Calibration) -> list[Foretold]:
     c = calibration.conditions
     step, n, temperature = c["target_seconds_per_token"], c["num_speculative_tokens"], c["temperature"]
     low, high = c["target_score_ci"]
-    alone = Setting(TARGET_ONLY, None, 0, temperature)
-    points = [Foretold(alone, c["target_score"], (low, high), 1.0, 1.0, (1.0, 1.0), step)]
+    target = Setting(TARGET_ONLY, None, 0, temperature)
+    points = [Foretold(target, c["target_score"], (low, high), 1.0, 1.0, (1.0, 1.0), step)]
     for p in calibration.points:
         setting = Setting(head, p.quality, n, temperature)
         speed = 1 / p.normalised_time
@@ -92,16 +92,16 @@ def calibrated(head: str, calibration: Calibration) -> list[Foretold]:
     return points
 
 
-def target_only(measurements: Sequence[Measurement], temperature: float) -> Foretold | None:
-    """Not speculating, as a point beside the others."""
-    setting = Setting(TARGET_ONLY, None, 0, temperature)
-    timed = [m for m in measurements if m.kind == "timed" and m.setting == setting]
-    step = target_step(measurements, temperature)
-    if step is None:
+def alone(measurements: Sequence[Measurement], model: str, temperature: float) -> Foretold | None:
+    """One model without a verifier, TARGET_ONLY or DRAFT_ONLY, as a point beside the others; None if not timed."""
+    settings = [Setting(name, None, 0, temperature) for name in (TARGET_ONLY, model)]
+    timed = [[m for m in measurements if m.kind == "timed" and m.setting == s] for s in settings]
+    if not all(timed):
         return None
-    score, score_ci = mean_interval([s for m in judged(measurements, setting) for s in m.scores])
-    seconds = sum(m.seconds for m in timed) / sum(sum(m.tokens) for m in timed)
-    return Foretold(setting, score, score_ci, 1.0, 1.0, (1.0, 1.0), seconds)
+    step, seconds = (sum(m.seconds for m in found) / sum(sum(m.tokens) for m in found) for found in timed)
+    score, score_ci = mean_interval([s for m in judged(measurements, settings[1]) for s in m.scores])
+    interval = (1.0, 1.0) if model == TARGET_ONLY else None
+    return Foretold(settings[1], score, score_ci, 1.0, step / seconds, interval, seconds)
 
 
 def choose(points: Sequence[Foretold], wish: Wish) -> Foretold:
@@ -159,3 +159,19 @@ def advice(point: Foretold, points: Sequence[Foretold]) -> str:
     if lossless is not None and lossless.speedup < 1:
         return "Lossless speculation would be slower than the target alone here; only relaxed verification pays."
     return ""
+
+
+def by_request(point: Foretold, measurements: Sequence[Measurement]) -> str:
+    """Whether no verifier at all does as well as a point: in the same time, some requests answered by the target alone
+    and the others by the draft alone. Nothing where it does not, or the draft alone was not timed."""
+    target, draft = (alone(measurements, name, point.setting.temperature) for name in (TARGET_ONLY, DRAFT_ONLY))
+    if target is None or draft is None or not 1 < point.speedup < draft.speedup:
+        return ""
+    share = (1 / point.speedup - 1 / draft.speedup) / (1 - 1 / draft.speedup)
+    score = share * target.score + (1 - share) * draft.score
+    if score < point.score:
+        return ""
+    return (
+        f"No verifier does as well: the target alone for {100 * share:.0f} % of the requests and the draft alone for "
+        f"the others takes the same time and scores {score:.3f}."
+    )
