@@ -4,8 +4,8 @@
 
 Give folders of ``diversed bench`` that measured one task on the same prompts; heads trained with different seeds are
 named alike but for a last ``-SEED``. A head's curve runs through its qualities and lossless verification, a rule's
-through its settings and lossless, that of static weights on to the draft alone. ``by request`` is no verifier at all:
-some requests are verified lossless and the others left to the draft, a straight line. All are read off at the same
+through its settings and lossless, that of static weights on to the draft alone. In ``mixing requests``
+some are verified lossless and the others left to the draft alone, a straight line. All are read off at the same
 acceptance per position, by linear interpolation, and a method's curve is the mean of its heads'. Intervals are 95 %,
 from a paired bootstrap over prompts; how much heads differ shows in the rows of the seeds. A rule measured in several
 folders counts once, a setting that has not met all prompts yet not at all.
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from diversed.evaluation.compare import BY_REQUEST, Measured, Scores, by_request, by_setting, curve_at, first_all
+from diversed.evaluation.compare import MIXING, Measured, Scores, by_setting, curve_at, first_all, mixing_requests
 from diversed.evaluation.statistics import percentile_interval
 from diversed.evaluation.sweep import Measurement, read_measurements
 
-RULES = ("static", "entropy", "fuzzy-tv", "opening", BY_REQUEST)
+RULES = ("static", "entropy", "fuzzy-tv", "opening", MIXING)
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)
 SAME = ("target", "draft", "task", "split", "n", "max_new_tokens", "seed")  # what makes answers comparable
 
@@ -47,9 +47,9 @@ def read(folders: list[Path]) -> tuple[list[Measurement], int]:
 def curves(measured: list[Measured]) -> dict[str, list[Measured]]:
     """The settings of every head and rule, with the ends of its curve."""
     ends = [m for m in measured if m.setting.verifier == "lossless"]
-    draft = next(m for m in measured if m.setting.verifier == "draft-only")
-    mixed = by_request(ends, draft)
-    found = {"static": list(mixed), BY_REQUEST: mixed}  # the draft alone is static:0
+    draft = next((m for m in measured if m.setting.verifier == "draft-only"), None)
+    mixed = mixing_requests(ends, draft)
+    found = {"static": list(mixed or ends), MIXING: mixed}  # the draft alone is static:0
     for m in measured:
         family = m.setting.verifier if m.setting.quality is not None else m.setting.verifier.split(":")[0]
         if m.setting.quality is not None or family in RULES:

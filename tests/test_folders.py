@@ -25,7 +25,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone_however_that_ends(t
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == "held\n"
-            with pytest.raises(ValueError, match="is being written to by another process"), sole_writer(folder):
+            with pytest.raises(ValueError, match="is being written to by another run"), sole_writer(folder):
                 pass
         finally:
             other.kill()

@@ -8,23 +8,25 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+LOCK = ".lock"  # the file in a folder that says whether somebody writes there
+
 
 @contextlib.contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Hold a folder while this process writes to it: a run that two processes go on with at once is spoilt for both.
+    """Make a folder and hold it while this writes to it: a run that two go on with at once is spoilt for both.
 
     The lock goes with its process, however that ends.
 
     Raises:
-        ValueError: another process holds it; it cannot be written.
+        ValueError: another run holds it; it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = FileLock(folder / ".lock").acquire(timeout=0)
+        held = FileLock(folder / LOCK).acquire(timeout=0)
     except Timeout:
         raise ValueError(
-            f"output_dir={str(folder)!r} is being written to by another process: wait for it or stop it, or choose "
-            "another folder"
+            f"output_dir={str(folder)!r} is being written to by another run: wait for it or stop it, or choose another "
+            "folder"
         ) from None
     except OSError as error:
         raise ValueError(f"output_dir={str(folder)!r} cannot be written ({error.strerror}): choose another") from error

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from diversed.cli import app, show_warning
 from diversed.cli.options import VERIFIER_HELP
 from diversed.evaluation.settings import RULES
+from diversed.folders import sole_writer
 
 QUESTION = "Question: Ada has 12 nuts and sells 5. How many nuts are there now?\nAnswer:"
 ROW_KEYS = {
@@ -169,6 +170,19 @@ def test_demo_measures_anew_but_leaves_a_benchs_measurements_alone(tmp_path):
         assert result.exit_code == 0, result.output
         assert "at quality" in result.output
     assert {r["n"] for r in json.loads((tmp_path / "own" / "rows.json").read_text())} == {3}
+
+
+def test_a_folder_that_another_run_writes_to_is_refused_and_left_alone(tmp_path):
+    demo = ["demo", "--n", "2", "--timing-n", "0", "--output-dir", str(tmp_path)]
+    assert CliRunner().invoke(app, demo).exit_code == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    bench = ["bench", "--verifier", "lossless", "--n", "2", "--timing-n", "0", "--output-dir", str(tmp_path)]
+    with sole_writer(tmp_path):
+        for command in (demo, bench):
+            refused = run(*command)
+            assert refused.returncode != 0
+            assert "is being written to by another run" in refused.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from diversed.evaluation.rows import summarise
 from diversed.evaluation.settings import DRAFT_ONLY, RIVALS, TARGET_ONLY, Setting, load_verifier
 from diversed.evaluation.show import family, frontier_picture, frontier_table, with_interval, write_json
 from diversed.evaluation.sweep import Plan, header_of, sweep
-from diversed.folders import sole_writer
 from diversed.tasks import load_task
 from diversed.verifiers import (
     BlockVerification,
@@ -129,13 +128,6 @@ def test_a_folder_of_another_run_is_refused(pair, task, tmp_path):
     with pytest.raises(ValueError, match=r"output_dir: .* belongs to another run .*task: tally there, shop now"):
         sweep(pair, task, PLAN, path=path)
     assert path.read_text() == before
-
-
-def test_a_folder_that_another_process_writes_to_is_refused(pair, task, tmp_path):
-    path = tmp_path / "measurements.jsonl"
-    with sole_writer(tmp_path), pytest.raises(ValueError, match="being written to by another process"):
-        sweep(pair, task, PLAN, path=path)
-    assert not path.exists()
 
 
 def test_a_full_disk_is_one_clear_error_and_keeps_what_was_measured(pair, task, tmp_path):

@@ -303,10 +303,12 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     assert [f.name for f in (tmp_path / "papers").iterdir()] == ["thesis.tex"]
 
 
-def test_a_folder_that_another_process_writes_to_is_refused_and_left_alone(tmp_path: Path) -> None:
-    run(tmp_path / "run", steps=1)
+def test_a_folder_that_another_run_writes_to_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with sole_writer(tmp_path / "run"), pytest.raises(ValueError, match="being written to by another run"):
+        run(tmp_path / "run", steps=1)
+    run(tmp_path / "run", steps=1)  # what the other left, its lock, is in nobody's way
     before = numbers(tmp_path / "run")[0]
-    with sole_writer(tmp_path / "run"), pytest.raises(ValueError, match="being written to by another process"):
+    with sole_writer(tmp_path / "run"), pytest.raises(ValueError, match="being written to by another run"):
         run(tmp_path / "run", steps=1, resume=True)
     assert numbers(tmp_path / "run")[0] == before
 

@@ -78,11 +78,11 @@ def plan(
         Wish,
         advice,
         best_per_verifier,
-        by_request,
         calibrated,
         candidates,
         choose,
         describe,
+        mixing,
     )
     from diversed.evaluation.show import number, with_interval, write_json
     from diversed.evaluation.sweep import read_measurements
@@ -90,7 +90,7 @@ def plan(
 
     wish = Wish(latency_ms, min_quality, speedup)
     calibration = load_calibration(trace) if trace.is_dir() else None
-    measurements = []
+    recorded = None
     if calibration is not None:
         measured_at = calibration.conditions["temperature"]
         if temperature != measured_at:
@@ -101,7 +101,6 @@ def plan(
         points = calibrated(str(trace), calibration)
     else:
         recorded = read_measurements(measurements_in(trace))
-        measurements = recorded.measurements
         points = candidates(recorded, temperature)
     chosen = choose(points, wish)
     table = Table(title="The best N of each, foretold", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -120,7 +119,8 @@ def plan(
         )
     console.print(table)
     console.print(describe(chosen), soft_wrap=True, markup=False)
-    for note in filter(None, (advice(chosen, points), by_request(chosen, measurements))):
+    mixed = mixing(chosen, recorded) if recorded is not None else ""
+    for note in filter(None, (advice(chosen, points), mixed)):
         console.print(note, soft_wrap=True, markup=False)
     if json_file is not None:
         write_json([asdict(p) | {"chosen": p is chosen} for p in points], json_file)

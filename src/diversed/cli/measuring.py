@@ -43,9 +43,11 @@ def demo(
     (accepted drafts, tokens per target pass, speed) and what it costs (accuracy).
     """
     from diversed.evaluation.sweep import Plan
+    from diversed.folders import sole_writer
 
     pair, head = load_pair(None, None), f"learned:{task}"
-    forget_demo(output_dir / "measurements.jsonl", pair.target_name)
+    with sole_writer(output_dir):
+        forget_demo(output_dir / "measurements.jsonl", pair.target_name)
     rows, _ = run_sweep(
         pair,
         task,
@@ -328,6 +330,7 @@ def run_sweep(
     from diversed.evaluation.rows import summarise
     from diversed.evaluation.show import frontier_picture, frontier_table, write_json
     from diversed.evaluation.sweep import read_measurements, sweep
+    from diversed.folders import sole_writer
     from diversed.tasks import load_task
 
     if plan.batch_size < 1:
@@ -337,19 +340,20 @@ def run_sweep(
     )
     for setting in plan.settings:
         setting.prepare(pair)  # what is wrong with a setting should show before the first measurement
-    path = output_dir / "measurements.jsonl"
-    with progress_bar() as bar:
-        job = bar.add_task("measuring", total=None)
-        measured = sweep(
-            pair, task, plan, path=path, progress=lambda done, total: bar.update(job, completed=done, total=total)
-        )
-    rows = summarise(measured, plan.settings, read_measurements(path).provenance)
-    for file in filter(None, (output_dir / "rows.json", json_file)):
-        write_json(rows, file)
-    console.print(frontier_table(rows, title, task.score_name))
-    picture = output_dir / "frontier.png"
-    if frontier_picture(rows, picture, title, task.score_name):
-        console.print(f"picture: {picture}   rows: {output_dir / 'rows.json'}")
-    else:
-        console.print(f"rows: {output_dir / 'rows.json'} (for the picture: pip install 'diversed\\[eval]')")
-    return rows, measured
+    with sole_writer(output_dir):
+        path = output_dir / "measurements.jsonl"
+        with progress_bar() as bar:
+            job = bar.add_task("measuring", total=None)
+            measured = sweep(
+                pair, task, plan, path=path, progress=lambda done, total: bar.update(job, completed=done, total=total)
+            )
+        rows = summarise(measured, plan.settings, read_measurements(path).provenance)
+        for file in filter(None, (output_dir / "rows.json", json_file)):
+            write_json(rows, file)
+        console.print(frontier_table(rows, title, task.score_name))
+        picture = output_dir / "frontier.png"
+        if frontier_picture(rows, picture, title, task.score_name):
+            console.print(f"picture: {picture}   rows: {output_dir / 'rows.json'}")
+        else:
+            console.print(f"rows: {output_dir / 'rows.json'} (for the picture: pip install 'diversed\\[eval]')")
+        return rows, measured

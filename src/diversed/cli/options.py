@@ -23,9 +23,9 @@ DraftOption = Annotated[str | None, typer.Option(help="Draft of the same family.
 # Written out, since the names themselves (evaluation.settings.RULES) come with torch, too slow for --help.
 VERIFIER_HELP = (
     "lossless; static:W (weight W on the target); learned (the embedded head); the folder of a head or of a training "
-    "run, or a head's Hub id; a rule without training (entropy:H, favourite:X, acceptance:R); block, block:NAME (block "
-    "verification, of another verifier); or a rival (lenience:L, cascade-opt:A, cascade-token:A, cactus:D, fuzzy-kl:X, "
-    "fuzzy-js:X, fuzzy-tv:X, typical:E, topk:K,R)."
+    "run, or a head's Hub id; a rule without training (entropy:H, opening:K, opening:K,H, favourite:X, acceptance:R); "
+    "block, block:NAME (block verification, of another verifier); or a rival (lenience:L, cascade-opt:A, "
+    "cascade-token:A, cactus:D, fuzzy-kl:X, fuzzy-js:X, fuzzy-tv:X, typical:E, topk:K,R)."
 )
 VerifierOption = Annotated[str, typer.Option(help=VERIFIER_HELP)]
 QualityOption = Annotated[

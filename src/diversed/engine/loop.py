@@ -29,7 +29,6 @@ from diversed.verification import (
     verify_block_tested,
 )
 from diversed.verifiers import Verifier
-from diversed.verifiers.ensemble import at_places
 from diversed.verifiers.rivals import accepted_or_target
 
 Bonus = Literal["target", "verifier"]
@@ -313,8 +312,10 @@ def verify(
         q, draft_hidden = block.probs.to(device), block.hidden.to(device)
         k = q.shape[1]
         known = (p[:, :k], q, target_hidden[:, :k], draft_hidden)
-        places = torch.tensor(generated, device=device).unsqueeze(1) + torch.arange(k, device=device)
-        verifier = at_places(settings.verifier, places)
+        verifier = settings.verifier
+        if hasattr(verifier, "at_places"):
+            places = torch.tensor(generated, device=device).unsqueeze(1) + torch.arange(k, device=device)
+            verifier = verifier.at_places(places)
         nu = given = verifier(*known)
         if support is not None:
             nu = mask_to_support(nu, p[:, :k], support[:, :k])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diversed.evaluation.rows import by_prompt
-from diversed.evaluation.settings import Setting
+from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
 from diversed.evaluation.statistics import Interval, normal_interval, percentile_interval, ratio_interval, resamples
 from diversed.evaluation.statistics import mean_interval as interval_of_mean
 from diversed.evaluation.sweep import Kind, Measurement
@@ -106,18 +107,47 @@ def score_at_acceptance(
     return float(scores[0]), interval
 
 
-BY_REQUEST = "by request"
+MIXING = "mixing requests"
 
 
-def by_request(lossless: Sequence[Measured], draft: Measured | None) -> list[Measured]:
-    """The curve of no verifier at all: some requests are verified lossless, the others left to the draft alone.
+def mixing_requests(lossless: Sequence[Measured], draft: Measured | None) -> list[Measured]:
+    """The curve of using no relaxed verifier at all: some requests are verified lossless, the others left to the draft.
 
-    A straight line between the two, ends included: what a verifier that decides token by token has to beat.
+    A straight line between the two, ends included: what a verifier that decides token by token has to beat. Empty
+    without either. Drawn as if the two wrote answers of one length.
     """
     if draft is None or not lossless:
         return []
     one = np.ones(len(draft.scores))
     return [*lossless, replace(draft, acceptance=1.0, acceptance_ci=(1.0, 1.0), accepted=one, examined=one)]
+
+
+class Mixture(NamedTuple):
+    """Requests split between the draft alone and a way of keeping the target's distribution."""
+
+    strict: Setting  #: target-only or lossless, whichever is faster
+    share: float  #: of the requests that go there
+    scores: Scores  #: expected, for each prompt
+
+
+def mixture_in_time(
+    measured: Mapping[Setting, Measured], times: Mapping[Setting, float], time: float, temperature: float
+) -> Mixture | None:
+    """The split of the requests that takes a given time.
+
+    Args:
+        measured: scores on the same prompts.
+        times: normalised times; time per token stands for time per request, as if all answers had one length.
+
+    None where the ends were not measured and timed, or ``time`` does not lie between theirs.
+    """
+    known = [s for s in times if s in measured and s.temperature == temperature]
+    draft = next((s for s in known if s.verifier == DRAFT_ONLY), None)
+    strict = min((s for s in known if s.verifier in (TARGET_ONLY, "lossless")), key=times.__getitem__, default=None)
+    if draft is None or strict is None or not times[draft] < time < times[strict]:
+        return None
+    share = (time - times[draft]) / (times[strict] - times[draft])
+    return Mixture(strict, share, share * measured[strict].scores + (1 - share) * measured[draft].scores)
 
 
 def first_all(n: int, draws: int, seed: int) -> Scores:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from diversed.evaluation.compare import BY_REQUEST
+from diversed.evaluation.compare import MIXING
 from diversed.evaluation.prediction import costs_of, foretell
 from diversed.evaluation.rows import at_one_n
 from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
@@ -85,24 +85,23 @@ def scatter(rows: Sequence[Row], x: str, x_label: str, y: str, y_label: str) -> 
                 found = True
         mixed = mixture([r for r in rows if r["temperature"] == temperature], x, y)
         if mixed:
-            axis.plot(*zip(*mixed, strict=True), ":", color="#555", lw=1, label=BY_REQUEST)
+            axis.plot(*zip(*mixed, strict=True), ":", color="#555", lw=1, label=MIXING)
         return found
 
     return panels(temperatures(rows), lambda t: f"T = {t:g}", draw, x_label, y_label)
 
 
 def mixture(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
-    """The ends of the line of no verifier at all: some requests are left to the draft alone, the others go to lossless
-    verification (over acceptance, of which the draft has 1) or to the target alone (over time)."""
+    """The ends of the line of mixing requests: some are left to the draft alone, the others verified lossless (over
+    acceptance, of which the draft has 1), or by the faster of that and the target alone (over time)."""
     by_acceptance = x == "position_acceptance"
-    strict, draft = (
-        next((r for r in rows if r["verifier"] == name), None)
-        for name in ("lossless" if by_acceptance else TARGET_ONLY, DRAFT_ONLY)
-    )
+    draft = next((r for r in rows if r["verifier"] == DRAFT_ONLY), None)
+    known = [r for r in rows if r["verifier"] in ("lossless", TARGET_ONLY) and None not in (r[x], r[y])]
+    strict = min(known, key=lambda r: r[x], default=None)
     if strict is None or draft is None:
         return []
     ends = [(strict[x], strict[y]), (1.0 if by_acceptance else draft[x], draft[y])]
-    return [] if None in (value for end in ends for value in end) else ends
+    return [] if None in ends[1] else ends
 
 
 def ends_of(row: Row, name: str) -> tuple[float, float]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diversed.evaluation.prediction import Foretold, costs_of, foretell, judged
-from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
+from diversed.evaluation.compare import by_setting, mixture_in_time, paired_difference
+from diversed.evaluation.prediction import Foretold, costs_of, foretell, judged, target_step
+from diversed.evaluation.rows import setting_of, summarise
+from diversed.evaluation.settings import TARGET_ONLY, Setting
 from diversed.evaluation.statistics import mean_interval
 from diversed.evaluation.sweep import LONGEST_BLOCK, Measurement, Recorded
 from diversed.verifiers.calibration import Calibration
@@ -55,14 +57,14 @@ def candidates(recorded: Recorded, temperature: float) -> list[Foretold]:
         ValueError: nothing was timed or traced at this temperature.
     """
     measurements = recorded.measurements
-    target = alone(measurements, TARGET_ONLY, temperature)
-    if target is None:
+    alone = target_only(measurements, temperature)
+    if alone is None:
         known = sorted({m.setting.temperature for m in measurements if m.kind == "timed"})
         raise ValueError(
             f"temperature={temperature:g}: target-only decoding was not timed at it (timed at: "
             f"{', '.join(f'{t:g}' for t in known) or 'none'}); run diversed bench with timing_n above 0"
         )
-    points = [target]
+    points = [alone]
     bases = dict.fromkeys(
         m.setting.at_n(1) for m in measurements if m.kind == "traced" and m.setting.temperature == temperature
     )
@@ -83,8 +85,8 @@ def calibrated(head: str, calibration: Calibration) -> list[Foretold]:
     c = calibration.conditions
     step, n, temperature = c["target_seconds_per_token"], c["num_speculative_tokens"], c["temperature"]
     low, high = c["target_score_ci"]
-    target = Setting(TARGET_ONLY, None, 0, temperature)
-    points = [Foretold(target, c["target_score"], (low, high), 1.0, 1.0, (1.0, 1.0), step)]
+    alone = Setting(TARGET_ONLY, None, 0, temperature)
+    points = [Foretold(alone, c["target_score"], (low, high), 1.0, 1.0, (1.0, 1.0), step)]
     for p in calibration.points:
         setting = Setting(head, p.quality, n, temperature)
         speed = 1 / p.normalised_time
@@ -92,16 +94,16 @@ def calibrated(head: str, calibration: Calibration) -> list[Foretold]:
     return points
 
 
-def alone(measurements: Sequence[Measurement], model: str, temperature: float) -> Foretold | None:
-    """One model without a verifier, TARGET_ONLY or DRAFT_ONLY, as a point beside the others; None if not timed."""
-    settings = [Setting(name, None, 0, temperature) for name in (TARGET_ONLY, model)]
-    timed = [[m for m in measurements if m.kind == "timed" and m.setting == s] for s in settings]
-    if not all(timed):
+def target_only(measurements: Sequence[Measurement], temperature: float) -> Foretold | None:
+    """Not speculating, as a point beside the others."""
+    setting = Setting(TARGET_ONLY, None, 0, temperature)
+    timed = [m for m in measurements if m.kind == "timed" and m.setting == setting]
+    step = target_step(measurements, temperature)
+    if step is None:
         return None
-    step, seconds = (sum(m.seconds for m in found) / sum(sum(m.tokens) for m in found) for found in timed)
-    score, score_ci = mean_interval([s for m in judged(measurements, settings[1]) for s in m.scores])
-    interval = (1.0, 1.0) if model == TARGET_ONLY else None
-    return Foretold(settings[1], score, score_ci, 1.0, step / seconds, interval, seconds)
+    score, score_ci = mean_interval([s for m in judged(measurements, setting) for s in m.scores])
+    seconds = sum(m.seconds for m in timed) / sum(sum(m.tokens) for m in timed)
+    return Foretold(setting, score, score_ci, 1.0, 1.0, (1.0, 1.0), seconds)
 
 
 def choose(points: Sequence[Foretold], wish: Wish) -> Foretold:
@@ -161,17 +163,24 @@ def advice(point: Foretold, points: Sequence[Foretold]) -> str:
     return ""
 
 
-def by_request(point: Foretold, measurements: Sequence[Measurement]) -> str:
-    """Whether no verifier at all does as well as a point: in the same time, some requests answered by the target alone
-    and the others by the draft alone. Nothing where it does not, or the draft alone was not timed."""
-    target, draft = (alone(measurements, name, point.setting.temperature) for name in (TARGET_ONLY, DRAFT_ONLY))
-    if target is None or draft is None or not 1 < point.speedup < draft.speedup:
+def mixing(point: Foretold, recorded: Recorded) -> str:
+    """One sentence where mixing requests keeps more of the score than a point in the same time and the intervals
+    separate; nothing where they do not, or the draft alone was not timed."""
+    settings = dict.fromkeys(m.setting for m in recorded.measurements)
+    rows = summarise(recorded.measurements, settings, recorded.provenance)
+    times = {setting_of(r): r["normalised_time"] for r in rows if r["normalised_time"] is not None}
+    prompts = range(min((r["n"] for r in rows), default=0))
+    measured = by_setting(recorded.measurements, kind=recorded.plan.judged, prompts=prompts)
+    n = point.setting.num_speculative_tokens
+    same = [s for s in measured if s.at_n(0) == point.setting.at_n(0)]
+    mixed = mixture_in_time(measured, times, 1 / point.speedup, point.setting.temperature)
+    if not same or mixed is None or len(prompts) < 2:
         return ""
-    share = (1 / point.speedup - 1 / draft.speedup) / (1 - 1 / draft.speedup)
-    score = share * target.score + (1 - share) * draft.score
-    if score < point.score:
+    ours = measured[min(same, key=lambda s: abs(s.num_speculative_tokens - n))]
+    gain, (low, high) = paired_difference(mixed.scores, ours.scores)
+    if low <= 0:
         return ""
     return (
-        f"No verifier does as well: the target alone for {100 * share:.0f} % of the requests and the draft alone for "
-        f"the others takes the same time and scores {score:.3f}."
+        f"Mixing requests keeps more in the same time: {100 * mixed.share:.0f} % of them to {mixed.strict.verifier}, "
+        f"the others to the draft alone, scores {mixed.scores.mean():.3f}, {gain:+.3f} ({low:+.3f} to {high:+.3f})."
     )

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Literal
 
 from diversed.evaluation.compare import (
-    BY_REQUEST,
+    MIXING,
     Measured,
-    Scores,
-    by_request,
     by_setting,
     gain_at_equal_acceptance,
+    mixing_requests,
+    mixture_in_time,
     paired_difference,
     score_at_acceptance,
 )
 from diversed.evaluation.pictures import pictures_of
-from diversed.evaluation.rows import at_one_n, summarise
+from diversed.evaluation.rows import at_one_n, setting_of, summarise
 from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
 from diversed.evaluation.show import family, number
 from diversed.evaluation.sweep import PARTS, Recorded, Row, read_measurements
@@ -208,7 +208,7 @@ def ranking_blocks(bench: Bench) -> list[Block]:
     text = (
         f"{score} at equal acceptance, interpolated between a family's settings and its lossless end; – where no "
         "setting accepts as much. The farthest-reaching first, then the best. "
-        f"{BY_REQUEST.capitalize()}: some requests verified lossless, the others left to the draft alone."
+        f"With {MIXING}, some are verified lossless and the others left to the draft alone."
     )
     return [Block("heading", f"{bench.name}: ranking at equal acceptance"), Block("text", text), *blocks]
 
@@ -242,14 +242,14 @@ def statements_of(bench: Bench) -> tuple[list[str], int]:
             if low > 0 or high < 0:
                 change = f"{gain:+.3f} {score} over target-only (95 %: {low:+.3f} to {high:+.3f})"
                 sentences.append(f"{label(setting)}: {change}")
-        mixed = at_time(measured, times, setting)
-        if mixed is not None:
+        mixed = mixture_in_time(measured, times, times.get(setting, 0.0), setting.temperature)
+        if mixed is not None and setting.speculates and setting.verifier != "lossless" and len(ours.scores) > 1:
             made += 1
-            gain, (low, high) = paired_difference(ours.scores, mixed)
+            gain, (low, high) = paired_difference(ours.scores, mixed.scores)
             if low > 0 or high < 0:
                 sentences.append(
-                    f"{label(setting)}: {gain:+.3f} {score} over some requests to the target alone and the others to "
-                    f"the draft alone, at equal time {times[setting]:.3f} (95 %: {low:+.3f} to {high:+.3f})"
+                    f"{label(setting)}: {gain:+.3f} {score} over {MIXING} ({mixed.strict.verifier} and draft-only) at "
+                    f"equal time {times[setting]:.3f} (95 %: {low:+.3f} to {high:+.3f})"
                 )
         if setting.quality is None:
             continue
@@ -267,20 +267,8 @@ def statements_of(bench: Bench) -> tuple[list[str], int]:
     return sentences, made
 
 
-def at_time(measured: dict[Setting, Measured], times: dict[Setting, float], setting: Setting) -> Scores | None:
-    """The score for each prompt when so many requests go to the target alone, and the others to the draft alone, that
-    it takes a speculating setting's time; None where that was not measured, or lies not between the two."""
-    target, draft = (Setting(name, None, 0, setting.temperature) for name in (TARGET_ONLY, DRAFT_ONLY))
-    if not setting.speculates or any(s not in times or s not in measured for s in (target, draft, setting)):
-        return None
-    if not times[draft] < times[setting] < times[target]:
-        return None
-    share = (times[setting] - times[draft]) / (times[target] - times[draft])
-    return share * measured[target].scores + (1 - share) * measured[draft].scores
-
-
 def curves_at(measured: dict[Setting, Measured], n: int, temperature: float) -> dict[str, list[Measured]]:
-    """Each family of verifiers with its lossless end, at one N and temperature, and serving by request. Block
+    """Each family of verifiers with its lossless end, at one N and temperature, and mixing requests. Block
     verification is left out, as it accepts blocks and not positions."""
     here = {
         s: m
@@ -293,8 +281,8 @@ def curves_at(measured: dict[Setting, Measured], n: int, temperature: float) -> 
     ends = [m for s, m in here.items() if s.verifier == "lossless"]
     names = dict.fromkeys(family_of(s) for s in here if s.verifier != "lossless")
     curves = {name: ends + [m for s, m in here.items() if family_of(s) == name] for name in names}
-    mixed = by_request(ends, measured.get(Setting(DRAFT_ONLY, None, 0, temperature)))
-    return curves | ({BY_REQUEST: mixed} if mixed else {})
+    mixed = mixing_requests(ends, measured.get(Setting(DRAFT_ONLY, None, 0, temperature)))
+    return curves | ({MIXING: mixed} if mixed else {})
 
 
 def family_of(setting: Setting) -> str:
@@ -320,10 +308,6 @@ def chosen(bench: Bench, temperature: float) -> Row | None:
     if good:
         return max(good, key=lambda r: (r["speedup"] or 0.0, r["position_acceptance"]))
     return max(learned, key=lambda r: r["score"], default=None)
-
-
-def setting_of(row: Row) -> Setting:
-    return Setting(row["verifier"], row["quality"], row["num_speculative_tokens"], row["temperature"])
 
 
 def arrow(row: Row | None) -> str:

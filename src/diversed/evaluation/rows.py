@@ -127,6 +127,10 @@ def traced_mean(
     return ratio_interval(sums, positions)
 
 
+def setting_of(row: Row) -> Setting:
+    return Setting(row["verifier"], row["quality"], row["num_speculative_tokens"], row["temperature"])
+
+
 def at_one_n(rows: Sequence[Row]) -> tuple[int, list[Row]]:
     """The middle one of the measured N, and the rows at it, with those that do not speculate."""
     counts = sorted({r["num_speculative_tokens"] for r in rows} - {0})

@@ -34,10 +34,7 @@ from diversed.verifiers.learned import head_folder
 RULES: dict[str, tuple[Callable[..., Verifier], str]] = {
     "static": (lambda weight: StaticEnsemble(weight), "a weight on the target between 0 and 1, say static:0.7"),
     "entropy": (EntropyRule, "a threshold in nats, say entropy:0.7"),
-    "opening": (
-        lambda length, nats=0.0: OpeningRule(length, nats),
-        "a number of tokens, or that and nats, say opening:16 or opening:16,2.5",
-    ),
+    "opening": (OpeningRule, "a number of tokens, or that and nats, say opening:16 or opening:16,2.5"),
     "favourite": (FavouriteRule, "a probability, say favourite:0.1"),
     "acceptance": (SetAcceptance, "a rate, say acceptance:0.7"),
     "lenience": (Lenience, "a number above 0 and at most 1, say lenience:0.5"),
@@ -75,7 +72,8 @@ def load_verifier(spec: str) -> Verifier:
     """A verifier from its name.
 
     ``lossless``; ``static:0.7`` (the weight on the target); the training-free rules ``entropy:0.7`` (strict below so
-    many nats) and ``favourite:0.1`` (strict where p of the draft's favourite lies below); the rivals of ``RULES``, by
+    many nats), ``opening:16`` or ``opening:16,0.7`` (strict in so many tokens at first, and below so many nats) and
+    ``favourite:0.1`` (strict where p of the draft's favourite lies below); the rivals of ``RULES``, by
     their knobs; ``block`` or ``block:static:0.7`` (block verification of another verifier); ``acceptance:0.7`` (that
     rate, whatever the models: to size the gain); ``learned`` or ``learned:tally`` (the embedded pair's heads); or the
     folder or Hub id of a trained head, or a training run's folder.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -18,7 +17,6 @@ import transformers
 from diversed.engine import GenerationOutput, ModelPair, PromptCache, Trace, generate
 from diversed.evaluation.peers import generate_by_transformers
 from diversed.evaluation.settings import Setting, fingerprint, head_of
-from diversed.folders import sole_writer
 from diversed.tasks import Task, judge, request
 from diversed.tasks.contract import digest
 from diversed.theory import expected_blocks
@@ -195,24 +193,23 @@ def sweep(
     With ``path``, each measurement is appended to that JSONL file at once and what the file already holds is not
     measured again; the first line records the run's configuration, and another configuration is refused.
     """
-    with contextlib.nullcontext() if path is None else sole_writer(path.parent):
-        found = continue_file(path, header_of(pair, task, plan), plan) if path is not None else []
-        # A head that was trained on since is another head, and measured anew.
-        done = [m for m in found if m.setting not in plan.settings or m.head == fingerprint(m.setting.verifier)]
-        known = {m.key for m in done}
-        todo = [p for p in plan.passes(len(task.examples)) if (p[0], p[1], p[3], p[4]) not in known]
-        total = len(todo) + len(done)
-        progress(len(done), total)
-        for setting in {p[0] for p in todo if p[3] == "timed"}:  # the first call of anything is slow and says nothing
-            answer(pair, task, setting, 0, 1, seed=plan.seed)
-        prompt_cache = PromptCache()  # settings take turns on the same prompts
-        for i, (setting, start, end, kind, seed) in enumerate(todo):
-            m = measure(pair, task, setting, start, end, kind=kind, seed=seed, prompt_cache=prompt_cache)
-            done.append(m)
-            if path is not None:
-                append_line(path, asdict(m))
-            progress(total - len(todo) + i + 1, total)
-        return done
+    found = continue_file(path, header_of(pair, task, plan), plan) if path is not None else []
+    # A head that was trained on since is another head, and measured anew.
+    done = [m for m in found if m.setting not in plan.settings or m.head == fingerprint(m.setting.verifier)]
+    known = {m.key for m in done}
+    todo = [p for p in plan.passes(len(task.examples)) if (p[0], p[1], p[3], p[4]) not in known]
+    total = len(todo) + len(done)
+    progress(len(done), total)
+    for setting in {p[0] for p in todo if p[3] == "timed"}:  # the first call of anything is slow and says nothing
+        answer(pair, task, setting, 0, 1, seed=plan.seed)
+    prompt_cache = PromptCache()  # settings take turns on the same prompts
+    for i, (setting, start, end, kind, seed) in enumerate(todo):
+        m = measure(pair, task, setting, start, end, kind=kind, seed=seed, prompt_cache=prompt_cache)
+        done.append(m)
+        if path is not None:
+            append_line(path, asdict(m))
+        progress(total - len(todo) + i + 1, total)
+    return done
 
 
 def configuration(pair: ModelPair, task: Task, plan: Plan) -> Row:

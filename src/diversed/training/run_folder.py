@@ -7,6 +7,7 @@ checkpoint/         the state to resume from
 batches/            rollouts or labels, as far as they are still needed
 head/               the best head so far, with its card: what --verifier takes
 curves.png
+.lock               held by whoever writes here
 """
 
 from __future__ import annotations
@@ -23,20 +24,34 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from diversed.folders import LOCK, sole_writer
 from diversed.training.settings import differences
 
 Row = dict[str, Any]
 
 
-def open_run(folder: Path, config: Row, *, resume: bool) -> None:
-    """Make the folder, or check that it holds this very run.
+@contextlib.contextmanager
+def open_run(folder: Path, config: Row, *, resume: bool) -> Iterator[None]:
+    """Make the folder, or check that it holds this very run, and hold it meanwhile.
 
     Raises:
-        ValueError: the folder holds another run, or this one and ``resume`` was not asked for; it cannot be written.
+        ValueError: the folder holds another run, or this one and ``resume`` was not asked for; it holds something else,
+            and is left as it is; another run is writing to it; it cannot be written.
     """
+    if folder.is_dir() and not (folder / LOCK).exists():
+        check_run(folder, config, resume)  # before anything is written
+    with sole_writer(folder):
+        check_run(folder, config, resume)
+        path = folder / "config.json"
+        if not path.exists():
+            with writing(path):
+                write_text(path, json.dumps(config, indent=1) + "\n")
+        yield
+
+
+def check_run(folder: Path, config: Row, resume: bool) -> None:
     path = folder / "config.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             differs = differences(found.get("run", {}), json.loads(json.dumps(config["run"])))
@@ -50,14 +65,12 @@ def open_run(folder: Path, config: Row, *, resume: bool) -> None:
                     f"output_dir={str(folder)!r} holds this run already: add --resume to go on with it, or choose "
                     "another folder"
                 )
-            return
-        if any(folder.iterdir()):
+        elif any(file.name != LOCK for file in folder.iterdir()):
             raise ValueError(f"output_dir={str(folder)!r} is not empty and holds no run: choose another folder")
-        write_text(path, json.dumps(config, indent=1) + "\n")
     except json.JSONDecodeError as error:
         raise ValueError(f"output_dir: {str(path)!r} is damaged ({error}): choose another folder") from error
     except OSError as error:
-        raise ValueError(f"output_dir={str(folder)!r} cannot be written ({error.strerror}): choose another") from error
+        raise ValueError(f"output_dir={str(folder)!r} cannot be read ({error.strerror}): choose another") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diversed.engine import ModelPair, PromptCache
-from diversed.folders import sole_writer
 from diversed.tasks import Task, judge
 from diversed.tasks.contract import digest
 from diversed.training import constrained, counterfactual, montecarlo, reinforce
@@ -103,7 +102,8 @@ def train(
         progress: called after every step with its number and metrics.
 
     Raises:
-        ValueError: a setting, task, reward function or folder that will not do; checkpoints stay whole.
+        ValueError: a setting, task, reward function or folder that will not do (also one that another run is writing
+            to); checkpoints stay whole.
     """
     accelerator = Accelerator(
         log_with=trackers, project_dir=str(folder) if trackers else None, cpu=pair.target.device.type == "cpu"
@@ -115,10 +115,8 @@ def train(
             "without work: give at least one sequence to each"
         )
     config = {"run": describe(run), "source": dict(source or {}), "versions": versions()}
-    with contextlib.ExitStack() as held:
-        if accelerator.is_main_process:
-            open_run(run.folder, config, resume=resume)
-            held.enter_context(sole_writer(run.folder))
+    main = accelerator.is_main_process
+    with open_run(run.folder, config, resume=resume) if main else contextlib.nullcontext():
         accelerator.wait_for_everyone()
         return take_steps(run, resume=resume, budget=budget, trackers=trackers, progress=progress)
 

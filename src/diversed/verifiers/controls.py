@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from diversed.verification import total_variation
 from diversed.verifiers.ensemble import Ensemble, check_fraction
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """In nats, [..., V] to [...]."""
+    result: Tensor = -torch.special.xlogy(probs, probs).sum(-1)
+    return result
 
 
 @dataclass(frozen=True)
@@ -22,9 +28,7 @@ class EntropyRule(Ensemble):
             raise ValueError(f"threshold={self.threshold!r} must be a number of nats, 0 or above")
 
     def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
-        entropy: Tensor = -torch.special.xlogy(target_probs, target_probs).sum(-1)
-        strict: Tensor = entropy < self.threshold
-        return strict.to(target_probs.dtype)
+        return (entropy(target_probs) < self.threshold).to(target_probs.dtype)
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,14 @@ class OpeningRule(Ensemble):
 
     length: float
     threshold: float = 0.0
-    places: Tensor | None = None  #: generated tokens before each position, which the engine knows
+    #: Generated tokens before each position, which the engine knows.
+    places: Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.length >= 0:
-            raise ValueError(f"length={self.length!r} must be a number of tokens, 0 or more")
-        EntropyRule(self.threshold)
+        if not (self.length >= 0 and self.length == int(self.length)):
+            raise ValueError(f"length={self.length!r} must be a whole number of tokens, 0 or more")
+        if not self.threshold >= 0:
+            raise ValueError(f"threshold={self.threshold!r} must be a number of nats, 0 or above")
 
     def at_places(self, places: Tensor) -> OpeningRule:
         return replace(self, places=places)
@@ -49,8 +55,10 @@ class OpeningRule(Ensemble):
     def weight(self, target_probs: Tensor, draft_probs: Tensor, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
         if self.places is None:
             raise ValueError("places: this rule asks how far the text has come; call at_places first")
-        sure = EntropyRule(self.threshold).weight(target_probs, draft_probs, target_hidden, draft_hidden)
-        return torch.where(self.places < self.length, torch.ones_like(sure), sure)
+        strict = self.places < self.length
+        if self.threshold:
+            strict = strict | (entropy(target_probs) < self.threshold)
+        return strict.to(target_probs.dtype)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ class Verifier(Protocol):
     ``nu`` at a position may depend on the prefix alone (through both models' probabilities and the hidden states
     that predict the position), never on the drafted token: that keeps rejection sampling exact for ``nu``.
 
-    What else the engine asks for, where a verifier has it: ``weight`` for traces, ``at_places`` of those that look at
-    how far the text has come, ``check_fits`` and ``to`` of learned ones, ``joint`` (decide over blocks as a whole) and
-    ``accepts`` (no rejection sampling but a test; rivals.py).
+    What else the engine asks for, where a verifier has it: ``weight`` for traces, ``at_places`` (the same for positions
+    that so many generated tokens come before, [...]), ``check_fits`` and ``to`` of learned ones, ``joint`` (decide over
+    blocks as a whole) and ``accepts`` (no rejection sampling but a test; rivals.py).
     """
 
     def __call__(
@@ -28,11 +28,6 @@ class Verifier(Protocol):
     ) -> Tensor:
         """Probabilities [..., V] and hidden states [..., H_target], [..., H_draft] to ``nu`` [..., V]."""
         ...
-
-
-def at_places(verifier: Verifier, places: Tensor) -> Verifier:
-    """The verifier for positions that ``places`` [...] generated tokens come before; itself where it does not look."""
-    return verifier.at_places(places) if hasattr(verifier, "at_places") else verifier
 
 
 def check_fraction(name: str, value: float) -> float:

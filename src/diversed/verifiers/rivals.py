@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from diversed.verification import total_variation
-from diversed.verifiers.ensemble import Ensemble, Verifier, at_places, check_fraction
+from diversed.verifiers.ensemble import Ensemble, Verifier, check_fraction
 
 Divergence = Literal["kl", "js", "tv"]
 
@@ -287,7 +287,7 @@ class BlockVerification:
 
     def at_places(self, places: Tensor) -> BlockVerification:
         """The same with the verifier inside at these places."""
-        return replace(self, verifier=at_places(self.verifier, places))
+        return replace(self, verifier=self.verifier.at_places(places)) if hasattr(self.verifier, "at_places") else self
 
     def check_fits(self, **pair: Any) -> None:
         """Ask the verifier inside whether it fits the pair."""

@@ -233,7 +233,7 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path):
         run(tmp_path / "run", settings, target=target(intermediate_size=48), resume=True)
     with pytest.raises(ValueError, match=r"another run \(prompts: "):
         run(tmp_path / "run", settings, prompts=PROMPTS[1:], resume=True)
-    with sole_writer(tmp_path / "run"), pytest.raises(ValueError, match="being written to by another process"):
+    with sole_writer(tmp_path / "run"), pytest.raises(ValueError, match="being written to by another run"):
         run(tmp_path / "run", settings, resume=True)
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "thesis.tex").write_text("x")

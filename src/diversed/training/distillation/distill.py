@@ -19,7 +19,6 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from diversed.engine import ModelPair
-from diversed.folders import sole_writer
 from diversed.training.distillation.loss import check_head
 from diversed.training.distillation.run import Acceptance, Progress, Run, log_held_out, measure, train
 from diversed.training.distillation.settings import RESUMABLE, DistillSettings, check_settings
@@ -76,7 +75,8 @@ def distill(
         ``curve.png`` (with matplotlib), ``checkpoints/step-*`` (the last one), ``draft/`` and ``result.json``.
 
     Raises:
-        ValueError: settings out of range, no prompts, a folder that holds another run, models that do not fit.
+        ValueError: settings out of range, no prompts, a folder that holds another run or that
+            another one is writing to, models that do not fit.
         FloatingPointError: the loss is no longer finite.
         KeyboardInterrupt: after Ctrl-C, once the step is done and a checkpoint is written.
     """
@@ -85,9 +85,14 @@ def distill(
     report = progress or (lambda step, total, metrics: None)
     out = Path(output_dir)
     trained_flags = [(p, p.requires_grad) for p in target.parameters()]
+
+    def restore() -> None:
+        for parameter, flag in trained_flags:
+            parameter.requires_grad_(flag)
+
     target.requires_grad_(False)
     with contextlib.ExitStack() as held:
-        held.callback(lambda: [p.requires_grad_(flag) for p, flag in trained_flags])
+        held.callback(restore)
         student = student_of(target, draft, settings.layers)
         pair = ModelPair(target, draft if draft is not None else target, tokenizer)
         check_head(target, "target")
@@ -98,8 +103,7 @@ def distill(
             encode(pair, held_out_prompts, settings.max_prompt_tokens, "held_out_prompts") if (held_out_prompts) else []
         )
         what = describe(pair, draft, settings, encoded, given, held_out)
-        open_run(out, {"run": what, "versions": versions()}, resume=resume)
-        held.enter_context(sole_writer(out))
+        held.enter_context(open_run(out, {"run": what, "versions": versions()}, resume=resume))
         wrapped = add_lora(student, settings.lora_rank, settings.seed) if settings.lora_rank else None
         target.requires_grad_(False)
         run = Run(target, student, settings, out, report, started, (draft or target).dtype)
@@ -152,24 +156,24 @@ def distill(
         if wrapped is not None:
             student = wrapped.merge_and_unload()
         finished = save_draft(student, tokenizer, out / "draft", run.dtype)
-    result = Distilled(
-        finished,
-        out / "draft",
-        steps,
-        stopped,
-        before,
-        after,
-        round(run.tokens / max(run.training_seconds, 1e-9), 1),
-        round(time.perf_counter() - started, 1),
-    )
-    rows = read_rows(out / "metrics.jsonl")
-    if after is not None and not any(r["step"] == steps and "held_out_acceptance" in r for r in rows):
-        log_held_out(run, steps, after)
-    draw_curve(out)
-    summary = {k: v for k, v in vars(result).items() if k not in ("draft", "folder", "before", "after")}
-    summary |= {k: asdict(v) if v else None for k, v in (("before", before), ("after", after))}
-    write_text(out / "result.json", json.dumps(summary, indent=1) + "\n")
-    return result
+        result = Distilled(
+            finished,
+            out / "draft",
+            steps,
+            stopped,
+            before,
+            after,
+            round(run.tokens / max(run.training_seconds, 1e-9), 1),
+            round(time.perf_counter() - started, 1),
+        )
+        rows = read_rows(out / "metrics.jsonl")
+        if after is not None and not any(r["step"] == steps and "held_out_acceptance" in r for r in rows):
+            log_held_out(run, steps, after)
+        draw_curve(out)
+        summary = {k: v for k, v in vars(result).items() if k not in ("draft", "folder", "before", "after")}
+        summary |= {k: asdict(v) if v else None for k, v in (("before", before), ("after", after))}
+        write_text(out / "result.json", json.dumps(summary, indent=1) + "\n")
+        return result
 
 
 def describe(
