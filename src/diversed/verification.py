@@ -52,6 +52,12 @@ def total_variation(p: Tensor, q: Tensor) -> Tensor:
     return 0.5 * (p - q).abs().sum(-1)
 
 
+def entropy(p: Tensor) -> Tensor:
+    """H(p) in nats, [..., V] -> [...]."""
+    result: Tensor = -torch.special.xlogy(p, p).sum(-1)
+    return result
+
+
 def acceptance_probability(nu: Tensor, draft_probs: Tensor, token: Tensor) -> Tensor:
     """min(1, nu(x) / q(x)) for drafted tokens ``x``; [..., V] and [...] -> [...]. Zero where nu(x) is zero."""
     nu_x = nu.gather(-1, token.unsqueeze(-1)).squeeze(-1)

@@ -7,14 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from diversed.verification import total_variation
+from diversed.verification import entropy, total_variation
 from diversed.verifiers.ensemble import Ensemble, check_fraction
-
-
-def entropy(probs: Tensor) -> Tensor:
-    """In nats, [..., V] to [...]."""
-    result: Tensor = -torch.special.xlogy(probs, probs).sum(-1)
-    return result
 
 
 @dataclass(frozen=True)

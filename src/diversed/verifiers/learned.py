@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import HfApi, PyTorchModelHubMixin
 from torch import Tensor, nn
 
-from diversed.verification import total_variation
+from diversed.verification import entropy, total_variation
 from diversed.verifiers.calibration import Calibration, load_calibration
 from diversed.verifiers.ensemble import Ensemble, check_fraction, log_odds, scale_odds
 
@@ -77,8 +77,8 @@ def closed_form_features(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     (top_p, best_p), (top_q, best_q) = p.max(-1), q.max(-1)
     return torch.stack(
         [
-            -torch.special.xlogy(p, p).sum(-1),
-            -torch.special.xlogy(q, q).sum(-1),
+            entropy(p),
+            entropy(q),
             total_variation(p, q),
             top_p,
             top_q,

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from diversed.verification import total_variation
+from diversed.verification import entropy, total_variation
 from diversed.verifiers.ensemble import Ensemble, Verifier, check_fraction
 
 Divergence = Literal["kl", "js", "tv"]
@@ -225,8 +225,8 @@ class TypicalAcceptance(AcceptanceTest):
 
     def accepts(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
         delta = math.sqrt(self.epsilon) if self.delta is None else self.delta
-        entropy = -torch.special.xlogy(target_probs, target_probs).sum(-1, keepdim=True)
-        return target_probs > (delta * torch.exp(-entropy)).clamp(max=self.epsilon)
+        sureness = torch.exp(-entropy(target_probs)).unsqueeze(-1)
+        return target_probs > (delta * sureness).clamp(max=self.epsilon)
 
 
 @dataclass(frozen=True)
