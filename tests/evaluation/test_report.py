@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from made import PROMPTS, SETTINGS, made_bench, write_bench
 
-from diversed.evaluation.report import TABLE_HEADER, load_benches, report_blocks, to_html, to_markdown, write_report
+from diversed.evaluation.pages import to_html, to_markdown, write_report
+from diversed.evaluation.report import TABLE_HEADER, load_benches, report_blocks
 from diversed.evaluation.settings import TARGET_ONLY
 
 

@@ -46,7 +46,8 @@ def report(
 
       diversed report runs/shop runs/tally --output-dir runs/report
     """
-    from diversed.evaluation.report import load_benches, report_blocks, write_report
+    from diversed.evaluation.pages import write_report
+    from diversed.evaluation.report import load_benches, report_blocks
     from diversed.evaluation.show import write_json
 
     benches = load_benches(folders)
