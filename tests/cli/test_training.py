@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from diversed.cli import app
-from diversed.cli.training import further, parse_duration, parse_layers, reference_of
+from diversed.cli.training import findable, further, parse_duration, parse_layers
 from diversed.evaluation.settings import fingerprint, load_verifier
-from diversed.tasks import Example
 from diversed.training.trainer import Result
 
 TASK = """
@@ -155,13 +152,15 @@ def test_distill_takes_rows_of_ones_own_without_a_reward(tmp_path: Path) -> None
     assert config["num_hidden_layers"] == 4  # a student of the first and last two layers
 
 
-def test_given_answers_stand_behind_a_prompt_as_its_examples_do() -> None:
-    few_shot = Example("Question: How many?\nAnswer:", {"answer": "Seven"})
-    assert reference_of(few_shot) == " Seven"
-    assert reference_of(replace(few_shot, prompt="Question: How many? ")) == "Seven"
-    assert reference_of(replace(few_shot, columns={"completion": "Seven"})) == "Seven"
-    assert reference_of(replace(few_shot, columns={"translation": {"en": "Hello"}})) == " Hello"
-    assert reference_of(replace(few_shot, columns={"other": "x"})) is None
+def test_a_file_that_is_called_like_a_task_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("shop", "rows.jsonl", "rewards.py"):
+        (tmp_path / name).touch()
+    assert findable("shop") == "shop"
+    assert findable("rows.jsonl") == str(tmp_path / "rows.jsonl")
+    assert findable("rewards.py:f") == str(tmp_path / "rewards.py") + ":f"
+    assert findable("no.jsonl") == "no.jsonl"
+    assert findable("package.module:f") == "package.module:f"
 
 
 @pytest.mark.parametrize(
@@ -201,15 +200,10 @@ def test_further_settings_and_layers() -> None:
     ],
 )
 def test_bad_input_is_one_line_that_names_the_argument(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    arguments: list[str], message: str, refused: Callable[..., str]
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "diversed.cli", *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    *_, error = done.stderr.strip().splitlines()  # a progress bar may stand before it
+    said = refused(*arguments)
+    *_, error = said.strip().splitlines()  # a progress bar may stand before it
     assert error.startswith("diversed: error: ")
     assert message in error
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said

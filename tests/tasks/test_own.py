@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -54,7 +55,8 @@ def test_a_split_column_decides_and_test_goes_before_train(rows, reward):
 def test_prompts_may_be_chats(rows, reward):
     chat = [{"role": "user", "content": "hello"}]
     path = rows({"prompt": chat, "split": "test"}, {"prompt": "text", "split": "test"})
-    assert [e.prompt for e in load_task(path, reward=reward).examples] == [chat, "text"]
+    with pytest.raises(ValueError, match="some prompts are texts and some are chats"):
+        load_task(path, reward=reward)
     prompts = [e.prompt for e in load_task(path, reward=reward, chat=True).examples]
     assert prompts == [chat, [{"role": "user", "content": "text"}]]
 
@@ -112,6 +114,27 @@ def test_a_function_of_a_package_is_found():
     assert load_function("diversed.tasks.maths:exact_match") is exact_match
 
 
+def test_answers_to_learn_from_go_on_from_the_prompt(rows):
+    def completions(*given: dict) -> list[str | None]:
+        path = rows(*(row | {"split": "test"} for row in given))
+        return [e.completion for e in load_task(path, judged=False).examples]
+
+    asked = {"prompt": "Question: How many?\nAnswer:"}
+    chat = {"prompt": [{"role": "user", "content": "How many:"}]}
+    assert completions(asked | {"completion": "Seven", "answer": "7"}) == ["Seven"]
+    assert completions(asked | {"answer": "7"}, asked | {"prompt": "How many?", "solution": "7"}) == [" 7", "7"]
+    assert completions(chat | {"reference": "7"}) == ["7"]
+    assert completions(asked | {"answer": 7, "other": "x"}) == [None]
+
+
+def test_a_damaged_archive_is_named(tmp_path, reward):
+    path = tmp_path / "rows.jsonl.gz"
+    whole = gzip.compress(b'{"prompt": "a"}\n' * 1000)
+    path.write_bytes(whole[:20] + b"\xff" * 8 + whole[28:])
+    with pytest.raises(ValueError, match=r"rows\.jsonl\.gz.* cannot be read"):
+        load_task(str(path), reward=reward)
+
+
 TASK = """
 from dataclasses import dataclass
 SCORE_NAME, MAX_NEW_TOKENS, STOP_STRINGS, PARTIAL_REWARD = "hits", 7, ["!"], True
@@ -140,6 +163,7 @@ def test_a_python_file_is_a_task(tmp_path, reward):
     assert judge(task.reward, task.examples, ["a", "a"]) == [0.25, 0.0]
     assert judge(task.score, task.examples, ["a", "a"]) == [1.0, 0.0]
     other = load_task(str(path), split="train", n=1, reward=reward)
+    assert not other.partial_reward  # that was said of the file's own reward
     assert judge(other.reward, other.examples, ["a"]) == [0.1]
     assert judge(other.score, other.examples, ["a"]) == [1.0]
     with pytest.raises(ValueError, match=r"split='test' .* has no rows"):

@@ -28,6 +28,7 @@ def test_text_prompts_end_where_the_summary_begins(folder):
 def test_a_summary_earns_its_reward_word_by_word(folder):
     task = load_task("cnndm", split="test", data_dir=folder)
     assert task.partial_reward
+    assert not load_task("cnndm", split="test", data_dir=folder, reward="math:fsum").partial_reward
     example = task.examples[0]
     words = example.columns["reference"].split()
     earned = judge(task.reward, [example] * len(words), [" ".join(words[: i + 1]) for i in range(len(words))])

@@ -46,6 +46,21 @@ def test_score_and_reward_tell_right_from_wrong(name, chat, folder):
         assert judge(function, examples, answers) == [pytest.approx(1.0), pytest.approx(0.0)]
 
 
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("name", TASKS)
+def test_answers_to_learn_from_are_right_and_stand_as_the_examples_do(name, chat, folder):
+    task = load_task(name, data_dir=folder, chat=chat, n=1)
+    (example,) = task.examples
+    if name == "humaneval" and chat:  # its solution is a body without its function
+        assert example.completion is None
+        return
+    assert judge(task.score, task.examples, [example.completion]) == [pytest.approx(1.0)]
+    assert "<<" not in example.completion
+    assert "\r" not in example.completion
+    if isinstance(example.prompt, str) and name != "humaneval":
+        assert example.completion[0].isspace() == example.prompt.endswith(":")
+
+
 @pytest.mark.parametrize("name", [t for t in TASKS if t != "humaneval"])
 def test_splits_share_no_prompt(name, folder):
     seen = {split: {text(e.prompt) for e in load_task(name, split=split, data_dir=folder).examples} for split in SPLITS}

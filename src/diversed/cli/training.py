@@ -181,8 +181,11 @@ def train(
 
 def findable(name: str) -> str:
     """A file's name made whole, so that it is found from another folder as well; any other name as it is."""
+    from diversed.tasks.own import is_file_task
+
     file, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
-    return str(Path(file).resolve()) + colon + function if Path(file).is_file() else name
+    known = bool(colon) or is_file_task(name)  # a file that is called like a task does not hide the task
+    return str(Path(file).resolve()) + colon + function if known and Path(file).is_file() else name
 
 
 def further(pairs: list[str]) -> dict[str, Any]:
@@ -326,7 +329,7 @@ def distill(
         known: dict[str, Any] = {"data_dir": data_dir, "seed": seed, "chat": has_chat_template(pair), "judged": False}
         chosen = load_task(name, split="train", n=train_n, **known)
         prompts += [e.prompt for e in chosen.examples]
-        references += [reference_of(e) for e in chosen.examples]
+        references += [e.completion for e in chosen.examples]
         longest = max(longest, chosen.max_new_tokens)
         stops.setdefault(chosen.stop_strings, name)
         if held_out_n:
@@ -387,21 +390,6 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(f"layers={text!r} must be numbers with commas between, say 0,1,28,29") from error
-
-
-def reference_of(example: Any) -> str | None:
-    """A row's own answer, whatever its column is called; after a space where the prompt ends in "Answer:" or the like,
-    as in the examples shown there."""
-    columns = ("answer", "solution", "highlights", "summary", "code", "canonical_solution", "reference")
-    values = [example.columns.get(name) for name in columns]
-    translation = example.columns.get("translation")
-    values.append(translation.get("en") if isinstance(translation, dict) else None)
-    found = next((v for v in values if isinstance(v, str)), None)
-    if found is None:
-        completion = example.columns.get("completion")
-        return completion if isinstance(completion, str) else None
-    asked = isinstance(example.prompt, str) and example.prompt.endswith(":")
-    return f" {found}" if asked and not found[:1].isspace() else found
 
 
 def distill_figures(row: dict[str, Any]) -> str:

@@ -71,4 +71,7 @@ def load_task(
             f"task={name!r} is unknown: use one of {', '.join(TASKS)}, or your own file: rows.jsonl or my_task.py"
         )
     task = _LOADERS[name](name, split=split, n=n, seed=seed, data_dir=data_dir, chat=chat)
-    return replace(task, reward=load_function(reward)) if reward is not None else task
+    if reward is None:
+        return task
+    # What the task says of its own reward on unfinished text is not known of another one.
+    return replace(task, reward=load_function(reward), partial_reward=False)

@@ -49,9 +49,11 @@ def load_mbpp(name: str, *, split: str, n: int | None, seed: int, data_dir: str 
     examples = []
     for row in rows:
         prompt: Any = f"{before}{_mbpp_question(row)}\n[BEGIN]\n"
+        solution = f"{_lines(row['code'])}\n[DONE]"
         if chat:
             prompt = [{"role": "user", "content": f"{_mbpp_question(row)}\nAnswer with one block of Python code."}]
-        examples.append(Example(prompt, row))
+            solution = f"```python\n{_lines(row['code'])}\n```"
+        examples.append(Example(prompt, row, solution))
     return Task(name, split, examples, mbpp_pass, mbpp_fraction, "pass@1", 256, () if chat else MBPP_STOPS)
 
 
@@ -76,7 +78,7 @@ def load_humaneval(name: str, *, split: str, n: int | None, seed: int, data_dir:
         prompt: Any = [{"role": "user", "content": f"{ask}\n\n```python\n{head}```"}] if chat else head
         # The row's own `prompt` would be taken for the question.
         columns = {key: value for key, value in row.items() if key != "prompt"} | {"head": head}
-        examples.append(Example(prompt, columns))
+        examples.append(Example(prompt, columns, None if chat else row["canonical_solution"]))
     stops = () if chat else HUMANEVAL_STOPS
     return Task(name, split, examples, humaneval_pass, humaneval_fraction, "pass@1", 384, stops)
 

@@ -20,6 +20,8 @@ SPLITS = ("train", "validation", "test")
 class Example:
     prompt: str | Sequence[Mapping[str, str]]  #: text to continue, or a chat
     columns: Mapping[str, Any]  #: the row's other columns, handed to score and reward as keyword lists
+    #: A right answer as text that goes on from the prompt, where the row has one: what a draft can learn from.
+    completion: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,10 @@ class Task:
 def digest(examples: Sequence[Example]) -> str:
     """How many examples there are, and which: a hash of prompts and columns."""
     rows = [[e.prompt if isinstance(e.prompt, str) else list(e.prompt), dict(e.columns)] for e in examples]
-    text = json.dumps(rows, sort_keys=True, default=lambda x: type(x).__name__)
+    try:
+        text = json.dumps(rows, sort_keys=True, default=lambda x: type(x).__name__)
+    except TypeError:  # keys that have no order or are no JSON
+        text = repr(rows)
     return f"{len(examples)} examples, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

@@ -45,7 +45,9 @@ def load(name: str, *, split: str, n: int | None, seed: int, data_dir: str | Pat
         if chat:
             prompt = [{"role": "user", "content": f"{INSTRUCTION}\n\n{row['question']}"}]
         # `solution` is what TRL's accuracy_reward compares with.
-        examples.append(Example(prompt, row | {"final_answer": final, "solution": final}))
+        solution = plain(row["answer"])
+        columns = row | {"final_answer": final, "solution": final}
+        examples.append(Example(prompt, columns, solution if chat else f" {solution}"))
     return Task(name, split, examples, exact_match, exact_match, "exact match", 256, () if chat else STOPS)
 
 

@@ -1,7 +1,8 @@
 """Your own task, from a file.
 
 ``rows.jsonl`` (or ``.jsonl.gz``): JSON lines with ``prompt`` (a text, or a chat as a list of messages with ``role``
-and ``content``) and any other columns. A column ``split`` says where a row belongs (``train``, ``validation``,
+and ``content``) and any other columns; ``completion``, else ``answer``, ``solution`` or ``reference``, is what
+``diversed distill --text given`` learns from. A column ``split`` says where a row belongs (``train``, ``validation``,
 ``test``); rows without it are divided 80 / 10 / 10 by a hash of the prompt. It needs ``reward="file.py:function"`` or
 ``"package.module:function"``, which is the score as well; its values should then lie in [0, 1].
 
@@ -10,7 +11,7 @@ and ``content``) and any other columns. A column ``split`` says where a row belo
 * ``rows(split)``: dicts with ``prompt`` and any other columns. What belongs to which split is this function's matter;
 * ``reward(prompts, completions, **columns)``: a float per completion, as in TRL;
 * optionally ``score`` (the reward where there is none), ``SCORE_NAME``, ``MAX_NEW_TOKENS`` (256), ``STOP_STRINGS``,
-  ``PARTIAL_REWARD`` (whether the reward of an unfinished text says what it has earned so far; False).
+  ``PARTIAL_REWARD`` (whether this ``reward`` of an unfinished text says what it has earned so far; False).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from diversed.tasks.contract import SPLITS, Example, RewardFunction, Task
 from diversed.tasks.rows import bucket, read_jsonl
 
 MAX_NEW_TOKENS = 256
+ANSWERS = ("answer", "solution", "reference")  # columns that may hold a right answer
 
 
 def is_file_task(name: str) -> bool:
@@ -74,7 +76,7 @@ def _python_task(path: Path, split: str, n: int | None, chat: bool, reward: str 
         str(getattr(module, "SCORE_NAME", getattr(score, "__name__", "score"))),
         _max_new_tokens(module, path),
         _stop_strings(module, path),
-        _partial_reward(module, path),
+        _partial_reward(module, path) and reward is None,
     )
 
 
@@ -122,7 +124,13 @@ def _of_split(path: Path, split: str, chat: bool) -> Iterator[Example]:
 def _taken(examples: Iterable[Example], path: Path, split: str, n: int | None) -> list[Example]:
     taken = list(examples)
     if not taken:
-        raise ValueError(f"split={split!r} of {str(path)!r} has no rows: add some, or ask for another split")
+        raise ValueError(
+            f"split={split!r} of {str(path)!r} has no rows: add some (in a JSON lines file, by the column 'split')"
+        )
+    if len({isinstance(e.prompt, str) for e in taken}) > 1:
+        raise ValueError(
+            f"{path}, split {split!r}: some prompts are texts and some are chats: write them all in one form"
+        )
     if n is not None and len(taken) < n:
         raise ValueError(f"n={n} is more than the {len(taken)} rows of {str(path)!r} in split {split}: ask for fewer")
     return taken[:n]
@@ -141,7 +149,18 @@ def _example(row: Any, where: str, chat: bool) -> Example:
         raise ValueError(
             f"{where}: 'prompt' must be a text that is not empty, or a list of messages with 'role' and 'content'"
         )
-    return Example(prompt, {key: value for key, value in row.items() if key not in ("prompt", "split")})
+    columns = {key: value for key, value in row.items() if key not in ("prompt", "split")}
+    return Example(prompt, columns, _completion(columns, prompt))
+
+
+def _completion(columns: dict[str, Any], prompt: Any) -> str | None:
+    """A row's ``completion`` as it stands, else its answer, after a space where the prompt ends in "Answer:"."""
+    completion = columns.get("completion")
+    if isinstance(completion, str):
+        return completion
+    answer = next((v for v in map(columns.get, ANSWERS) if isinstance(v, str)), None)
+    asked = isinstance(prompt, str) and prompt.endswith(":")
+    return f" {answer}" if answer and asked and not answer[:1].isspace() else answer
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,5 +127,5 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}, line {number} is no JSON object: write one object a line")
                 yield number, row
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise ValueError(f"{str(path)!r} cannot be read as JSON lines in UTF-8 ({error}): check the file") from error

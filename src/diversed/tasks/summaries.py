@@ -56,7 +56,11 @@ _COLUMNS = {"cnndm": ("article", "highlights"), "xsum": ("document", "summary")}
 def load(name: str, *, split: str, n: int | None, seed: int, data_dir: str | Path | None, chat: bool) -> Task:
     article, summary = _COLUMNS[name]
     examples = [
-        Example(_prompt(name, row[article], chat), row | {"reference": row[summary]})
+        Example(
+            _prompt(name, row[article], chat),
+            row | {"reference": row[summary]},
+            row[summary] if chat else f" {row[summary]}",
+        )
         for row in load_rows(_SOURCES[name], split, n, data_dir)
     ]
     score, reward = _judges(XSUM_WORDS if name == "xsum" else None)

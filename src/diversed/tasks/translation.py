@@ -48,7 +48,7 @@ def load(name: str, *, split: str, n: int | None, seed: int, data_dir: str | Pat
         prompt: Any = f"{before}German: {german}\nEnglish:"
         if chat:
             prompt = [{"role": "user", "content": f"{INSTRUCTION}\n\n{german}"}]
-        examples.append(Example(prompt, row | {"reference": english}))
+        examples.append(Example(prompt, row | {"reference": english}, english if chat else f" {english}"))
     stops = () if chat else STOPS
     return Task(name, split, examples, bleu, chrf, "sentence BLEU / 100", 128, stops, partial_reward=True)
 

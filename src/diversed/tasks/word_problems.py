@@ -101,7 +101,7 @@ def load(name: str, *, split: str, n: int | None, seed: int, data_dir: str | Pat
     """``n`` problems drawn from ``seed`` (None: 4,000 for training, else 1,000), as text whatever ``chat`` says."""
     count = n if n is not None else 4000 if split == "train" else 1000
     drawn = problems(cast(Split, split), count, seed=seed, family=cast(Family, name))
-    examples = [Example(p.prompt, {"answer": p.answer, "solution": p.solution}) for p in drawn]
+    examples = [Example(p.prompt, {"answer": p.answer, "solution": p.solution}, p.solution) for p in drawn]
     return Task(name, split, examples, exact_match, exact_match, "exact match", max_new_tokens=96)
 
 

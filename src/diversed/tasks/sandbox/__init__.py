@@ -101,7 +101,7 @@ def run_tests(
         programs: what to run.
         seconds: CPU time of a program, rounded up; the wall time is three times that.
         memory_mb: address space of each of its processes, MiB.
-        workers: how many at a time (default: a CPU each).
+        workers: how many at a time (default: a CPU each, of those this process may use).
         mode: how to lock it up (default: :func:`isolation`).
 
     Returns:
@@ -121,8 +121,17 @@ def run_tests(
             except (SyntaxError, ValueError) as error:
                 raise ValueError(f"programs: a test is no Python ({error}): {text[:200]!r}") from error
     chosen = mode or isolation()
-    with ThreadPoolExecutor(max(1, min(len(programs), workers or os.cpu_count() or 1))) as pool:
+    with ThreadPoolExecutor(max(1, min(len(programs), workers or usable_cpus()))) as pool:
         return list(pool.map(lambda program: _run(program, seconds, memory_mb, chosen), programs))
+
+
+def usable_cpus() -> int:
+    """CPUs that this process's programs can count on: more of them at a time would run each other out of wall time."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # a container's quota, "max 100000" where it has none
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        own = min(own, int(quota) // int(period))
+    return max(1, own // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # shared with the ranks of a training run
 
 
 @functools.cache
