@@ -95,10 +95,25 @@ def bandit(p: list[float], q: list[float], reward: list[float], weight: float, n
     )
 
 
-def play(reward: list[float], price: float, *, steps: int = 50, baseline: str = "batch", start: float = 0.5) -> float:
+def play(
+    reward: list[float],
+    price: float,
+    *,
+    steps: int = 50,
+    baseline: str = "batch",
+    start: float = 0.5,
+    normalise: bool = False,
+) -> float:
     """The weight after so many steps on fresh rollouts."""
     head = EnsembleHead(1, 1, initial_weight=start)
-    settings = TrainSettings(objective="reinforce++", baseline=baseline, steps=steps, learning_rate=0.1, minibatches=1)
+    settings = TrainSettings(
+        objective="reinforce++",
+        baseline=baseline,
+        steps=steps,
+        learning_rate=0.1,
+        minibatches=1,
+        normalise=normalise,
+    )
     state = State.new(head, settings)
     weight = start
     for step in range(steps):
@@ -126,10 +141,12 @@ def test_reward_alone_makes_the_weight_strict_where_strictness_pays(baseline: st
     assert play([0.0, 1.0], price=0.0, baseline=baseline) < 0.05  # and permissive where the draft knows better
 
 
-def test_the_price_decides_which_of_the_two_wins() -> None:
-    # d = E[reward | target's residual] - E[reward | draft's residual] = 1 here, so strict iff price < 1.
-    assert play([1.0, 0.0], price=0.6, steps=80) > 0.9
-    assert play([1.0, 0.0], price=1.4, steps=80) < 0.1
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_the_price_decides_which_of_the_two_wins(normalise: bool, scale: float) -> None:
+    # d = E[reward | target's residual] - E[reward | draft's residual] = scale here, so strict iff price < scale.
+    assert play([scale, 0.0], price=0.6 * scale, steps=80, normalise=normalise) > 0.9
+    assert play([scale, 0.0], price=1.4 * scale, steps=80, normalise=normalise) < 0.1
 
 
 def test_the_multiplier_rises_while_the_floor_is_violated_and_falls_while_it_is_not() -> None:
@@ -179,9 +196,9 @@ def test_baselines_leave_the_sequence_itself_out() -> None:
     rollouts.reward = rollouts.returns = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
     rollouts.prompt = torch.tensor([0, 0, 1, 1, 2, 2])
     value = StateValue.empty(2)
-    batch = advantages(rollouts, TrainSettings(baseline="batch"), value, rollouts.inputs)
+    batch, _ = advantages(rollouts, TrainSettings(baseline="batch"), value, rollouts.inputs)
     torch.testing.assert_close(batch, rollouts.reward - (3.0 - rollouts.reward) / 5)
-    by_prompt = advantages(rollouts, TrainSettings(baseline="prompt", samples_per_prompt=2), value, rollouts.inputs)
+    by_prompt, _ = advantages(rollouts, TrainSettings(baseline="prompt", samples_per_prompt=2), value, rollouts.inputs)
     torch.testing.assert_close(by_prompt, torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, -1.0]))
 
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from diversed import LearnedEnsemble, generate
 from diversed.folders import sole_writer
-from diversed.training import montecarlo
+from diversed.training import montecarlo, run_folder, trainer
 from diversed.training.rollouts import Rollouts
-from diversed.training.run_folder import read_rows
+from diversed.training.run_folder import commit, read_rows
 from diversed.training.settings import OBJECTIVES, TrainSettings
 from diversed.training.trainer import closing, draws, train
+from diversed.verifiers import EnsembleHead
 from training.toy import rewards, toy_pair, toy_settings, toy_task
 
 STEPS = {"steps": 6, "prompts_per_step": 8, "validate_every": 2, "validation_n": 8, "fit_every": 2}
@@ -112,7 +115,8 @@ def test_a_finished_run_resumes_to_itself(tmp_path: Path) -> None:
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
-def test_an_mlp_regression_resumes_to_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("objective", ["counterfactual", "reinforce++"])
+def test_a_head_with_a_hidden_layer_resumes_to_the_same_bits(objective: str, tmp_path: Path) -> None:
     class StopError(Exception):
         pass
 
@@ -120,16 +124,18 @@ def test_an_mlp_regression_resumes_to_the_same_bits(tmp_path: Path) -> None:
         if step == 3:
             raise StopError
 
-    run(tmp_path / "whole", "counterfactual", mlp_size=4)
+    run(tmp_path / "whole", objective, mlp_size=4)
     with pytest.raises(StopError):
-        run(tmp_path / "cut", "counterfactual", mlp_size=4, progress=stop)
-    run(tmp_path / "cut", "counterfactual", mlp_size=4, resume=True)
+        run(tmp_path / "cut", objective, mlp_size=4, progress=stop)
+    run(tmp_path / "cut", objective, mlp_size=4, resume=True)
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_the_seed_decides_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("objective", "mlp_size"), [("reinforce++", 0), ("reinforce++", 4), ("montecarlo", 4)])
+def test_the_seed_decides_everything(objective: str, mlp_size: int, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        run(tmp_path / name, seed=seed)
+        torch.rand(1)  # what else draws in the process changes nothing
+        run(tmp_path / name, objective, seed=seed, mlp_size=mlp_size)
     assert_same(tmp_path / "a", tmp_path / "b")
     assert numbers(tmp_path / "a")[0] != numbers(tmp_path / "c")[0]
 
@@ -174,48 +180,71 @@ def test_every_epoch_visits_every_prompt_once_in_a_new_order(tmp_path: Path) -> 
     assert len({s % (1 << 32) for s in seeds}) == len(seeds)  # torch's generator looks at 32 bits
 
 
-def test_a_budget_stops_in_time_with_the_best_head_so_far(tmp_path: Path) -> None:
-    pair = toy_pair()
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The trainer's clock, moved by hand: how loaded a machine is decides nothing."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    return now
+
+
+def takes(clock: SimpleNamespace, seconds: float):
+    """A reward that takes so long for each text."""
+
+    def slow(prompts, completions, **columns):
+        clock.seconds += seconds * len(prompts)
+        return rewards(prompts, completions)
+
+    return slow
+
+
+def test_a_budget_stops_in_time_with_the_best_head_so_far(tmp_path: Path, clock: SimpleNamespace) -> None:
+    task, validation = (toy_task(s, n=8, reward=takes(clock, 0.02)) for s in ("train", "validation"))
     settings = toy_settings("reinforce++", **(STEPS | {"steps": 100_000}))
-    result = train(pair, toy_task(), toy_task("validation", n=8), settings, tmp_path / "run", budget=8.0)
+    result = train(toy_pair(), task, validation, settings, tmp_path / "run", budget=8.0)
     assert result.stopped == "budget"
-    assert 1 < result.steps < 100_000
+    assert 20 < result.steps < 50  # 0.16 s each, and the same for a validation of every second one
     assert (tmp_path / "run" / "head" / "model.safetensors").exists()
     spent = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())["seconds"]
     assert spent < 8.0 - closing(8.0)
 
 
-def test_a_fit_that_would_not_fit_into_the_budget_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_that_would_not_fit_into_the_budget_is_foreseen(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regressions learn from all batches: each fit takes longer than the one before."""
     learn, seen = montecarlo.learn, []
 
     def slow(state, batches, *args):
         seen.append(len(batches))
-        time.sleep(0.5 * len(batches))
+        clock.seconds += 0.5 * len(batches)
         return learn(state, batches, *args)
 
     monkeypatch.setattr(montecarlo, "learn", slow)
     settings = toy_settings("montecarlo", **(STEPS | {"steps": 10_000, "fit_every": 4, "validate_every": 4}))
-    began = time.perf_counter()
     result = train(toy_pair(), toy_task(), toy_task("validation", n=8), settings, tmp_path / "run", budget=10.0)
     assert result.stopped == "budget"
     assert seen == [4, 8]  # 12 batches would take 6 seconds more
     assert result.steps == 11
-    assert time.perf_counter() - began < 12.0
+    assert clock.seconds == 6.0
 
 
-def test_a_validation_quicker_than_foreseen_leaves_time_for_more_steps(tmp_path: Path) -> None:
+def test_a_validation_quicker_than_foreseen_leaves_time_for_more_steps(tmp_path: Path, clock: SimpleNamespace) -> None:
     calls = []
 
     def slow_at_first(prompts, completions, **columns):
-        time.sleep(0 if calls else 2)  # the baseline, from which a validation is foreseen to take ten seconds
+        clock.seconds += 0 if calls else 2  # the baseline, from which a validation is foreseen to take ten seconds
         calls.append(1)
+        return rewards(prompts, completions)
+
+    def steady(prompts, completions, **columns):
+        clock.seconds += 0.1
         return rewards(prompts, completions)
 
     settings = toy_settings("montecarlo", **(STEPS | {"steps": 10_000, "validate_every": 1000, "fit_every": 1000}))
     settings = replace(settings, qualities=(0.9, 0.7, 0.5, 0.3, 0.1))
-    validation = toy_task("validation", n=8, reward=slow_at_first)
-    result = train(toy_pair(), toy_task(), validation, settings, tmp_path / "run", budget=8.0)
+    task, validation = toy_task(reward=steady), toy_task("validation", n=8, reward=slow_at_first)
+    result = train(toy_pair(), task, validation, settings, tmp_path / "run", budget=8.0)
     assert result.stopped == "budget"
     assert result.best["step"] == 1
     assert result.steps > 1
@@ -228,21 +257,13 @@ def test_the_least_that_a_budget_leaves_is_one_step_and_one_validation(tmp_path:
     assert result.best["step"] == 1
 
 
-def test_a_validation_that_would_not_fit_into_the_budget_is_foreseen(tmp_path: Path) -> None:
-    def slow(prompts, completions, **columns):
-        time.sleep(0.15 * len(prompts))
-        return rewards(prompts, completions)
-
-    def quick(prompts, completions, **columns):
-        return rewards(prompts, completions)
-
-    train_task, validation = toy_task(reward=quick), toy_task("validation", n=8, reward=slow)
+def test_a_validation_that_would_not_fit_into_the_budget_is_foreseen(tmp_path: Path, clock: SimpleNamespace) -> None:
+    task, validation = toy_task(reward=takes(clock, 0.01)), toy_task("validation", n=8, reward=takes(clock, 0.15))
     settings = toy_settings("reinforce++", **(STEPS | {"steps": 10_000, "validate_every": 5, "qualities": (0.5, 0.2)}))
-    began = time.perf_counter()
-    result = train(toy_pair(), train_task, validation, settings, tmp_path / "run", budget=10.0)
+    result = train(toy_pair(), task, validation, settings, tmp_path / "run", budget=10.0)
     assert result.stopped == "budget"
     assert result.best  # it stopped early enough to look at what it has
-    assert time.perf_counter() - began < 12.0
+    assert 5.0 < clock.seconds < 10.0 - closing(10.0)
 
 
 def test_other_data_is_another_run(tmp_path: Path) -> None:
@@ -261,6 +282,38 @@ def test_other_data_is_another_run(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"another run .*reward: 'rewards' there, 'other_reward' now"):
         train(pair, replace(task, reward=other_reward), validation, settings, tmp_path / "run", resume=True)
+    for change in ({"stop_strings": ("y",)}, {"partial_reward": True}, {"score": other_reward}):
+        with pytest.raises(ValueError, match=f"another run .*{next(iter(change))}: "):
+            train(pair, replace(task, **change), validation, settings, tmp_path / "run", resume=True)
+    with torch.no_grad():
+        next(pair.draft.parameters()).add_(0.5)  # improved since, under the same name
+    with pytest.raises(ValueError, match=r"another run \(draft_weights: "):
+        train(pair, task, validation, settings, tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(("split", "row"), [("train", 30), ("validation", 7)])
+def test_a_prompt_that_the_engine_would_refuse_ends_no_run_midway(split: str, row: int, tmp_path: Path) -> None:
+    pair = toy_pair()
+    tasks = {s: toy_task(s, n=n) for s, n in (("train", 32), ("validation", 8))}
+    tasks[split].examples[row] = replace(tasks[split].examples[row], prompt="s" * pair.context)
+    with pytest.raises(ValueError, match=rf"task='toy', {split} split, row {row}: .*context holds"):
+        train(pair, tasks["train"], tasks["validation"], toy_settings("reinforce++", **STEPS), tmp_path / "run")
+    assert not (tmp_path / "run" / "batches").exists()
+
+
+def test_the_commit_is_this_projects_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed inside somebody's repository, it does not take their commit for its own."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    (tmp_path / "installed.py").touch()
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "installed.py"))
+    assert commit() is None
+    subprocess.run(["git", "-C", str(tmp_path), "add", "installed.py"], check=True)
+    head = subprocess.check_output(["git", "-C", str(tmp_path), "rev-parse", "HEAD"], text=True)
+    assert commit() == head.strip()
 
 
 def test_a_target_that_earns_nothing_is_refused(tmp_path: Path) -> None:
@@ -359,6 +412,36 @@ def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(tmp_path: Path, mo
         disk.setattr(Rollouts, "save", full)
         with pytest.raises(ValueError, match=r"output_dir: cannot write .*No space left .*go on with --resume"):
             run(tmp_path / "run")
+    run(tmp_path / "run", resume=True)
+    run(tmp_path / "whole")
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("file", ["config.json", "target.json", "head", "curves.png"])
+def test_a_disk_that_is_full_at_any_file_leaves_a_run_that_can_go_on(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    write = Path.write_text
+
+    def full_at(path: Path, *args: Any, **kwargs: Any) -> int:
+        if path.name.startswith(file):
+            path.touch()
+            full()
+        return write(path, *args, **kwargs)
+
+    with monkeypatch.context() as disk:
+        if file == "head":
+            disk.setattr(EnsembleHead, "save_pretrained", full)
+        elif file == "curves.png":
+            disk.setattr(Figure, "savefig", full)
+        else:
+            disk.setattr(Path, "write_text", full_at)
+        with pytest.raises(ValueError, match=rf"output_dir: cannot write .*{file}.*No space left .*--resume"):
+            run(tmp_path / "run")
+    assert not list((tmp_path / "run").glob("*.json.new"))
     run(tmp_path / "run", resume=True)
     run(tmp_path / "whole")
     assert_same(tmp_path / "run", tmp_path / "whole")

@@ -70,8 +70,10 @@ class StateValue:
         self.sums = Sums(keep * self.sums.gram, keep * self.sums.moment, keep * self.sums.mass) + new
 
 
-def advantages(rollouts: Rollouts, settings: TrainSettings, value: StateValue, standardised: Tensor) -> Tensor:
-    """Return minus baseline for every token, [T].
+def advantages(
+    rollouts: Rollouts, settings: TrainSettings, value: StateValue, standardised: Tensor
+) -> tuple[Tensor, float]:
+    """Return minus baseline for every token, [T], and the unit it is in: 1, or its deviation where it is normalised.
 
     ``batch`` subtracts the mean return of the other sequences of the batch, ``prompt`` that of the other answers to
     the same prompt (leave one out: unbiased), ``state`` what the return was predicted to be before the token came.
@@ -86,9 +88,10 @@ def advantages(rollouts: Rollouts, settings: TrainSettings, value: StateValue, s
         predicted = value.predict(standardised)
         if predicted is not None:
             result = rollouts.returns - predicted
-    if settings.normalise:
-        result = (result - result.mean()) / result.std().clamp_min(1e-6)
-    return result
+    if not settings.normalise:
+        return result, 1.0
+    unit = float(result.std().clamp_min(1e-6))
+    return (result - result.mean()) / unit, unit
 
 
 def improve(
@@ -103,7 +106,7 @@ def improve(
 ) -> dict[str, float]:
     """Several epochs of clipped steps on one batch of rollouts; the baseline then learns from the batch."""
     standardised = (rollouts.inputs - head.mean) / head.scale
-    advantage = advantages(rollouts, settings, value, standardised)
+    advantage, unit = advantages(rollouts, settings, value, standardised)
     generator = torch.Generator().manual_seed(seed)
     sequence = rollouts.sequence
     norms, ratios = [], []
@@ -111,8 +114,9 @@ def improve(
         for part in torch.randperm(len(rollouts.reward), generator=generator).chunk(settings.minibatches):
             tokens = torch.isin(sequence, part).nonzero().squeeze(1)
             weight = torch.sigmoid(head(rollouts.inputs[tokens]))
+            # The price in the same unit, or what is traded would change with the spread of a batch.
             loss = loss_of(
-                weight, rollouts, tokens, advantage[tokens], price=price, clip=settings.clip, sequences=len(part)
+                weight, rollouts, tokens, advantage[tokens], price=price / unit, clip=settings.clip, sequences=len(part)
             )
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -123,5 +127,5 @@ def improve(
     return {
         "gradient_norm": sum(norms) / len(norms),
         "weight_change": ratios[-1],
-        "advantage_deviation": float(advantage.std()),
+        "advantage_deviation": float(advantage.std()) * unit,
     }

@@ -133,10 +133,11 @@ def fit_linear(x: Tensor, labels: Labels, features: int) -> tuple[Tensor, dict[s
 
 def fit_mlp(head: EnsembleHead, x: Tensor, labels: Labels, settings: TrainSettings) -> dict[str, float]:
     """AdamW on the squared error until held-out rollouts (every fifth) stop improving; the head then gives d itself."""
-    torch.manual_seed(settings.seed)
-    for layer in (*head.body.children(), head.out):
-        if isinstance(layer, nn.Linear):
-            layer.reset_parameters()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        for layer in (*head.body.children(), head.out):
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
     held = labels.group % FOLDS == 0
     y, mass = labels.value, labels.mass / labels.mass.mean()
     centre = float((mass * y).sum() / mass.sum())

@@ -13,6 +13,7 @@ curves.png
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import platform
 import subprocess
@@ -44,8 +45,7 @@ def open_run(folder: Path, config: Row, *, resume: bool) -> Iterator[None]:
         check_run(folder, config, resume)
         path = folder / "config.json"
         if not path.exists():
-            with writing(path):
-                write_text(path, json.dumps(config, indent=1) + "\n")
+            write_text(path, json.dumps(config, indent=1) + "\n")
         yield
 
 
@@ -74,10 +74,15 @@ def check_run(folder: Path, config: Row, resume: bool) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Whole or not at all, and nothing beside it."""
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
+    with writing(path):
+        try:
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(path)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager
@@ -133,14 +138,36 @@ def versions() -> Row:
 
 
 def commit() -> str | None:
-    """The commit of the source tree, where this is run from one."""
-    try:
+    """The commit of the source tree, where this is run from one: not that of a project it is installed in."""
+    file = Path(__file__)
+
+    def git(*arguments: str) -> str:
         done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+            ["git", *arguments], cwd=file.parent, capture_output=True, text=True, timeout=10, check=True
         )
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)
+        return git("rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def fingerprint(model: torch.nn.Module, *, linear: bool = True) -> str:
+    """A hash of a few values of every parameter: whether this is the model a run began with, whatever its name.
+
+    Args:
+        linear: with the weights of linear layers. Packing for inference (engine/packing.py) puts them out of reach, on
+            some processors.
+    """
+    found = hashlib.sha256()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            told = parameter.device.type != "meta"  # offloaded ones are elsewhere
+            if told and (linear or not isinstance(module, torch.nn.Linear) or name != "weight"):
+                found.update(json.dumps([parameter.numel(), parameter.flatten()[:16].tolist()]).encode())
+    return found.hexdigest()[:16]
 
 
 def draw_curves(folder: Path, title: str) -> bool:
@@ -174,6 +201,7 @@ def draw_curves(folder: Path, title: str) -> bool:
     axes[3].legend(fontsize=7)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
-    figure.savefig(folder / "curves.png", dpi=110)
+    with writing(folder / "curves.png"):
+        figure.savefig(folder / "curves.png", dpi=110)
     plt.close(figure)
     return True

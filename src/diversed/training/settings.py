@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from diversed.training.rollouts import Sampling
 
 ObjectiveName = Literal["counterfactual", "montecarlo", "reinforce++", "constrained"]
-OBJECTIVES: tuple[ObjectiveName, ...] = ("counterfactual", "montecarlo", "reinforce++", "constrained")
+OBJECTIVES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 Baseline = Literal["batch", "prompt", "state"]
-BASELINES: tuple[Baseline, ...] = ("batch", "prompt", "state")
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 
 @dataclass(frozen=True)

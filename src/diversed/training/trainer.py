@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import shutil
@@ -17,7 +18,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diversed.engine import ModelPair, PromptCache
-from diversed.tasks import Task, judge
+from diversed.engine.prompts import encode_prompts
+from diversed.tasks import RewardFunction, Task, judge, request
 from diversed.tasks.contract import digest
 from diversed.training import constrained, counterfactual, montecarlo, reinforce
 from diversed.training.regression import Labels
@@ -26,6 +28,7 @@ from diversed.training.run_folder import (
     Row,
     append_row,
     draw_curves,
+    fingerprint,
     keep_rows_before,
     open_run,
     versions,
@@ -70,7 +73,7 @@ class Run:
     settings: TrainSettings
     folder: Path
     accelerator: Accelerator
-    started: float = field(default_factory=time.perf_counter)
+    started: float
     target: Row = field(default_factory=dict)  #: target-only: score, reward
 
 
@@ -108,7 +111,7 @@ def train(
     accelerator = Accelerator(
         log_with=trackers, project_dir=str(folder) if trackers else None, cpu=pair.target.device.type == "cpu"
     )
-    run = Run(pair, train_task, validation_task, settings, Path(folder), accelerator)
+    run = Run(pair, train_task, validation_task, settings, Path(folder), accelerator, time.perf_counter())
     if accelerator.num_processes > settings.prompts_per_step * settings.samples_per_prompt:
         raise ValueError(
             f"prompts_per_step={settings.prompts_per_step} leaves some of the {accelerator.num_processes} processes "
@@ -127,15 +130,18 @@ def take_steps(run: Run, *, resume: bool, budget: float | None, trackers: str | 
     if trackers:
         plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in asdict(settings).items()}
         accelerator.init_trackers("diversed", config=plain)
-    head = EnsembleHead(
-        *pair.hidden_sizes,
-        mlp_size=settings.mlp_size,
-        features=settings.features,
-        hidden=settings.hidden,
-        initial_weight=settings.initial_weight,
-        pair=pair.describe(),
-        task=run.train.name,
-    )
+    check_prompts(run)
+    with torch.random.fork_rng(devices=[]):  # a hidden layer begins at random: by this run's seed alone
+        torch.manual_seed(settings.seed)
+        head = EnsembleHead(
+            *pair.hidden_sizes,
+            mlp_size=settings.mlp_size,
+            features=settings.features,
+            hidden=settings.hidden,
+            initial_weight=settings.initial_weight,
+            pair=pair.describe(),
+            task=run.train.name,
+        )
     state = State.new(head, settings)
     checkpoint = run.folder / "checkpoint"
     run.target = target_alone(run)
@@ -195,6 +201,21 @@ def take_steps(run: Run, *, resume: bool, budget: float | None, trackers: str | 
     return Result(best_head, state.best, state.step, stopped, settings.floor(run.target["reward"]), run.folder)
 
 
+def check_prompts(run: Run) -> None:
+    """Encode every prompt that the run will meet before it pays for any: one that the engine refuses, being too long
+    say, would end it midway and again at every resume."""
+    count, pool = run.settings.steps * run.settings.prompts_per_step, run.train.examples
+    drawn = {drawn_at(run, i) for i in range(min(count, len(pool)))}
+    needed = sorted(drawn.union(range(min(NORMALISE_ON, len(pool)))))
+    for task, rows in ((run.train, needed), (run.validation, range(len(run.validation.examples)))):
+        for row in rows:
+            asked = request(task, [task.examples[row]])
+            try:
+                encode_prompts(run.pair, asked.get("prompts"), messages=asked.get("messages"))
+            except ValueError as error:
+                raise ValueError(f"task={task.name!r}, {task.split} split, row {row}: {error}") from None
+
+
 def due(settings: TrainSettings, step: int) -> bool:
     """Whether a validation follows that many steps."""
     return step % settings.validate_every == 0 or step == settings.steps
@@ -221,14 +242,23 @@ def describe(run: Run) -> Row:
     """What a resumed run must agree with."""
     return {
         "pair": run.pair.describe(),
+        "target_weights": fingerprint(run.pair.target, linear=False),
+        "draft_weights": fingerprint(run.pair.draft, linear=False),
         "dtype": str(run.pair.target.dtype).removeprefix("torch."),
         "task": run.train.name,
         "train": digest(run.train.examples),
         "validation": digest(run.validation.examples),
-        "reward": getattr(run.train.reward, "__name__", type(run.train.reward).__name__),
+        "reward": name_of(run.train.reward),
+        "partial_reward": run.train.partial_reward,
+        "score": name_of(run.train.score),
         "max_new_tokens": run.train.max_new_tokens,
+        "stop_strings": list(run.train.stop_strings),
         **flat(asdict(run.settings)),
     }
+
+
+def name_of(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def flat(record: Row) -> Row:
@@ -241,7 +271,8 @@ def one_step(run: Run, state: State, batches: list[Rollouts | Labels]) -> Row:
     began = time.perf_counter()
     path = run.folder / "batches" / f"{state.step:05d}.safetensors"
     kind = Rollouts if settings.objective != "counterfactual" else Labels
-    if path.exists():
+    found = path.exists()
+    if found:
         batch = kind.load(path)
     else:
         mine = draws(run, state.step).share(run.accelerator.process_index, run.accelerator.num_processes)
@@ -267,8 +298,9 @@ def one_step(run: Run, state: State, batches: list[Rollouts | Labels]) -> Row:
             "reward": float(batch.reward.mean()),
             "acceptance": batch.acceptance,
             "weight": float(batch.weight.mean()),
-            "tokens_per_second": int(batch.length.sum()) / (rolled - began),
         }
+        if not found:
+            row["tokens_per_second"] = int(batch.length.sum()) / max(rolled - began, 1e-9)
     else:
         row |= {"labels_in_batch": len(batch.value), "mean_label_in_batch": float(batch.value.mean())}
     return row
@@ -280,12 +312,21 @@ def draws(run: Run, step: int) -> Draws:
     count, copies = settings.prompts_per_step, settings.samples_per_prompt
     examples, numbers = [], []
     for i in range(step * count, (step + 1) * count):
-        epoch, place = divmod(i, len(pool))
-        generator = torch.Generator().manual_seed(1000 * settings.seed + epoch)
-        at = int(torch.randperm(len(pool), generator=generator)[place])
-        examples += [pool[at]] * copies
+        examples += [pool[drawn_at(run, i)]] * copies
         numbers += [i] * copies
     return Draws(examples, [seed_of(settings.seed, step, i) for i in range(len(examples))], numbers)
+
+
+def drawn_at(run: Run, i: int) -> int:
+    """Which row of the train split is the run's ``i``-th prompt."""
+    epoch, place = divmod(i, len(run.train.examples))
+    return epoch_order(len(run.train.examples), 1000 * run.settings.seed + epoch)[place]
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(n: int, seed: int) -> list[int]:
+    order: list[int] = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order
 
 
 def gathered(run: Run, batch: Rollouts | Labels) -> list[Any]:
@@ -439,5 +480,6 @@ def save_head(run: Run, state: State, rows: list[Row]) -> None:
         done.out.bias.add_(chosen)
     fresh = run.folder / "head.new"
     shutil.rmtree(fresh, ignore_errors=True)
-    done.save_pretrained(fresh)
-    replace_folder(fresh, run.folder / "head")
+    with writing(run.folder / "head"):
+        done.save_pretrained(fresh)
+        replace_folder(fresh, run.folder / "head")

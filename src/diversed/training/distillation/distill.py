@@ -24,7 +24,7 @@ from diversed.training.distillation.run import Acceptance, Progress, Run, log_he
 from diversed.training.distillation.settings import RESUMABLE, DistillSettings, check_settings
 from diversed.training.distillation.student import add_lora, save_draft, student_of
 from diversed.training.distillation.text import Lesson, Prompt, encode, given_sequences, sampled_sequences
-from diversed.training.run_folder import open_run, read_rows, versions, write_text
+from diversed.training.run_folder import fingerprint, open_run, read_rows, versions, write_text, writing
 
 __all__ = ["Acceptance", "DistillSettings", "Distilled", "distill"]
 
@@ -155,7 +155,8 @@ def distill(
         after = measure(run, measured) if measured else None
         if wrapped is not None:
             student = wrapped.merge_and_unload()
-        finished = save_draft(student, tokenizer, out / "draft", run.dtype)
+        with writing(out / "draft"):
+            finished = save_draft(student, tokenizer, out / "draft", run.dtype)
         result = Distilled(
             finished,
             out / "draft",
@@ -189,16 +190,12 @@ def describe(
     def digest(value: object) -> str:
         return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
-    def weights(model: PreTrainedModel) -> str:
-        norms = [p.detach().float().flatten()[:256].tolist() for p in model.parameters() if p.ndim == 1][-2:]
-        return digest([*norms, [p.numel() for p in model.parameters()]])
-
     what = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(settings).items() if k not in RESUMABLE}
     return what | {
         "target": pair.target_name,
-        "target_weights": weights(pair.target),
+        "target_weights": fingerprint(pair.target),
         "draft": None if draft is None else pair.draft_name,
-        "draft_weights": None if draft is None else weights(draft),
+        "draft_weights": None if draft is None else fingerprint(draft),
         "prompts": digest(prompts),
         "given": None if given is None else digest(list(given)),  # type: ignore[call-overload]
         "held_out_prompts": digest(held_out),

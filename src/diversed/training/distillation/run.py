@@ -95,17 +95,25 @@ def train(
     if before is None and measured:
         before = measure(run, measured)
         log_held_out(run, 0, before)
-    keep = {"before": asdict(before) if before else None, "measuring_seconds": run.measuring_seconds}
+    run.tokens, run.training_seconds = state["logged_tokens"], state["logged_seconds"]
     lengths = tuple(map(len, lessons))
     sums, since, tokens = torch.tensor(state["sums"], device=run.device), state["since"], state["tokens"]
     begun = state["share"] if run.budget is not None else 0.0
-    began = mark = time.perf_counter()
+    began = time.perf_counter()
+    mark = began - state["seconds"]  # since when the tokens not yet logged have been learned from
     deadline = math.inf
     if run.budget is not None:  # what follows the last step takes time as well: a measure, and writing the draft
         deadline = run.started + run.budget - 1.3 * run.measuring_seconds - min(5.0, 0.1 * run.budget)
     step_seconds = 0.0
     stopped: Literal["steps", "budget"] = "steps"
     share, saved = state["share"], step
+
+    def save(now: float) -> None:
+        place = {"step": step, "share": min(share, 1.0), "sums": sums.tolist(), "since": since, "tokens": tokens}
+        place |= {"seconds": now - mark, "logged_tokens": run.tokens, "logged_seconds": run.training_seconds}
+        place |= {"before": asdict(before) if before else None, "measuring_seconds": run.measuring_seconds}
+        save_checkpoint(run, optimizer, place)
+
     with deferred_interrupt() as interrupted:
         while step < settings.steps:
             now = time.perf_counter()
@@ -159,16 +167,15 @@ def train(
             step_seconds = time.perf_counter() - now
             if step % settings.checkpoint_every == 0 or interrupted():
                 paused = time.perf_counter()
-                place = {"step": step, "share": share, "sums": sums.tolist(), "since": since, "tokens": tokens}
-                save_checkpoint(run, optimizer, place | keep)
+                save(paused)
                 saved = step
                 mark += time.perf_counter() - paused
             if interrupted():
                 raise KeyboardInterrupt
-    run.tokens, run.training_seconds = run.tokens + tokens, run.training_seconds + time.perf_counter() - mark
+    now = time.perf_counter()
     if saved != step:
-        place = {"step": step, "share": min(share, 1.0), "sums": sums.tolist(), "since": since, "tokens": tokens}
-        save_checkpoint(run, optimizer, place | keep)
+        save(now)
+    run.tokens, run.training_seconds = run.tokens + tokens, run.training_seconds + now - mark
     return step, stopped, before
 
 
@@ -229,8 +236,8 @@ def load_checkpoint(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any
     folders = sorted((run.out / "checkpoints").glob("step-*"))
     if not folders:
         (run.out / "metrics.jsonl").unlink(missing_ok=True)
-        fresh: dict[str, Any] = {"step": 0, "share": 0.0, "sums": [0.0, 0.0], "since": 0, "tokens": 0}
-        return fresh | {"before": None, "measuring_seconds": 0.0}
+        fresh: dict[str, Any] = {"step": 0, "share": 0.0, "sums": [0.0, 0.0], "since": 0, "tokens": 0, "seconds": 0.0}
+        return fresh | {"logged_tokens": 0, "logged_seconds": 0.0, "before": None, "measuring_seconds": 0.0}
     with torch.no_grad():
         for name, value in load_file(folders[-1] / "layers.safetensors", device=str(run.device)).items():
             run.learned[name].copy_(value)

@@ -17,7 +17,7 @@ from torch import Tensor
 from diversed.engine import ModelPair, generate
 from diversed.engine.prompts import apply_template, pad, tokenise
 from diversed.engine.stopping import Stopping
-from diversed.training.run_folder import read_rows, write_rows
+from diversed.training.run_folder import read_rows, write_rows, writing
 
 Prompt = str | Sequence[Mapping[str, str]]  #: text to continue, or a chat
 POOL = 32  # batches' worth of sequences that are sorted by length together
@@ -148,7 +148,7 @@ def sampled_sequences(
             for j, ids in zip(batch, tokens, strict=True)
             if ids
         ]
-        with path.open("a", encoding="utf-8") as file:
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in fresh)
         rows += fresh
         taken = time.perf_counter() - began
