@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from diversed.tasks import SPLITS, TASKS, Example, judge, load_task
+from diversed.tasks import SPLITS, TASKS, Example, code, judge, load_task
 from diversed.tasks.contract import text_of
+from diversed.tasks.sandbox import run_tests
 
 ROWS = [Example("a", {"k": 1, "word": "x"}), Example("b", {"k": 2, "word": "y"})]
 SUMMARIES = ("cnndm", "xsum")
@@ -44,6 +45,21 @@ def test_score_and_reward_tell_right_from_wrong(name, chat, folder):
     assert isinstance(examples[0].prompt, str) != (chat and name not in ("shop", "tally"))
     for function in (task.score, task.reward):
         assert judge(function, examples, answers) == [pytest.approx(1.0), pytest.approx(0.0)]
+
+
+@pytest.mark.parametrize("name", ["mbpp", "humaneval"])
+def test_score_and_reward_of_the_same_programs_come_from_one_run(name, folder, monkeypatch):
+    runs = []
+
+    def counted(programs):
+        runs.append(len(programs))
+        return run_tests(programs)
+
+    monkeypatch.setattr(code, "run_tests", counted)
+    task = load_task(name, n=1, data_dir=folder)
+    for answer in right_and_wrong(task.examples[0], name):
+        assert judge(task.score, task.examples, [answer]) == judge(task.reward, task.examples, [answer])
+    assert runs == [1, 1]
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -9,6 +9,7 @@ MBPP's prompts show the tests, as published: a program that writes down their an
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,17 +146,23 @@ def humaneval_code(completion: Any, head: str, entry_point: str) -> str:
 
 def _mbpp_outcomes(completions: Sequence[Any], columns: dict[str, Sequence[Any]]) -> list[Outcome]:
     rows = _as_rows(columns, len(completions))
-    return run_tests([mbpp_program(row, mbpp_code(c)) for row, c in zip(rows, completions, strict=True)])
+    return _outcomes(tuple(mbpp_program(row, mbpp_code(c)) for row, c in zip(rows, completions, strict=True)))
 
 
 def _humaneval_outcomes(completions: Sequence[Any], columns: dict[str, Sequence[Any]]) -> list[Outcome]:
     rows = _as_rows(columns, len(completions))
-    return run_tests(
-        [
+    return _outcomes(
+        tuple(
             humaneval_program(row, humaneval_code(c, row["head"], row["entry_point"]))
             for row, c in zip(rows, completions, strict=True)
-        ]
+        )
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _outcomes(programs: tuple[Program, ...]) -> list[Outcome]:
+    """Score and reward of the same answers, asked for one after the other, come from one run."""
+    return run_tests(programs)
 
 
 def _as_rows(columns: dict[str, Sequence[Any]], n: int) -> list[Row]:
