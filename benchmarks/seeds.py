@@ -26,21 +26,27 @@ from diversed.evaluation.sweep import Measurement, read_measurements
 
 RULES = ("static", "entropy", "fuzzy-tv", "opening", MIXING)
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)
-SAME = ("target", "draft", "task", "split", "n", "max_new_tokens", "seed")  # what makes answers comparable
+# What makes answers comparable, and chunks the same ones.
+SAME = ("target", "draft", "task", "split", "n", "examples", "max_new_tokens", "seed", "batch_size")
 
 
 def read(folders: list[Path]) -> tuple[list[Measurement], int]:
     """Every measurement once, the first found, and the number of prompts."""
     found: dict[object, Measurement] = {}
     first: dict[str, Any] = {}
+    settings: set[tuple[int, float]] = set()
     for folder in folders:
         recorded = read_measurements(folder / "measurements.jsonl")
-        config = {k: recorded.config[k] for k in SAME}
-        first = first or config
-        if config != first:
+        config = {k: recorded.config.get(k) for k in SAME}
+        first = first | {k: v for k, v in config.items() if first.get(k) is None}  # not every file names its examples
+        if any(v not in (None, first[k]) for k, v in config.items()):
             sys.exit(f"{folder} and {folders[0]} measured different things: {config} and {first}")
         for m in recorded.measurements:
-            found.setdefault(m.key, m)
+            if found.setdefault(m.key, m).head != m.head:
+                sys.exit(f"{folder}: another head than the first one's is called {m.setting.verifier}: rename it")
+            settings.add((m.setting.num_speculative_tokens, m.setting.temperature))
+    if len({n for n, _ in settings} - {0}) > 1 or len({t for _, t in settings}) > 1:
+        sys.exit("the folders hold several N or temperatures, and curves are read off at one of each")
     return list(found.values()), int(first["n"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -32,3 +32,9 @@ def sole_writer(folder: Path) -> Iterator[None]:
         raise ValueError(f"output_dir={str(folder)!r} cannot be written ({error.strerror}): choose another") from error
     with held:
         yield
+
+
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> str:
+    """Where two records disagree, in words; empty where they do not."""
+    keys = dict.fromkeys([*old, *new])
+    return ", ".join(f"{k}: {old.get(k)!r} there, {new.get(k)!r} now" for k in keys if old.get(k) != new.get(k))

@@ -115,6 +115,7 @@ def test_calibrate_writes_beside_a_head_what_a_request_can_wish_for(tmp_path: Pa
     )
     assert isinstance(again.exception, ValueError)
     assert "timing_n=0" in str(again.exception)
+    assert not (tmp_path / "x").exists()  # before anything is measured
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from diversed.cli import app
+from diversed.cli.measuring import kept_beside
 from diversed.cli.training import findable, further, parse_duration, parse_layers
 from diversed.evaluation.settings import fingerprint, load_verifier
 from diversed.training.trainer import Result
@@ -150,6 +151,14 @@ def test_distill_takes_rows_of_ones_own_without_a_reward(tmp_path: Path) -> None
     )  # fmt: skip
     config = json.loads((tmp_path / "d" / "draft" / "config.json").read_text())
     assert config["num_hidden_layers"] == 4  # a student of the first and last two layers
+
+
+def test_measurements_of_a_runs_head_stay_out_of_what_training_replaces(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "head").mkdir(parents=True)
+    assert kept_beside(run / "head") == run / "head"  # a head by itself
+    (run / "validation.jsonl").touch()
+    assert kept_beside(run / "head") == kept_beside(run) == run
 
 
 def test_a_file_that_is_called_like_a_task_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from made import CONFIG, DRAFT, EACH, PASS, PROVENANCE, REST, SETTINGS, STEP, TOKENS, VERDICT, made_bench
 
 from diversed.engine import ModelPair
-from diversed.evaluation.planner import Wish, advice, best_per_verifier, candidates, choose, describe, mixing
+from diversed.evaluation.planner import Wish, advice, best_per_verifier, candidates, choose, describe, doubt, mixing
 from diversed.evaluation.prediction import costs_of, foretell, target_step
 from diversed.evaluation.rows import summarise
 from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
@@ -63,6 +63,31 @@ def test_every_row_is_foretold(measurements) -> None:
 
 
 KEYS = ("verifier", "quality", "num_speculative_tokens", "temperature")
+
+
+def test_a_plans_scores_are_those_of_the_rows_and_speak_of_prompts(measurements) -> None:
+    """A prompt asked under nine seeds is one prompt, and an N between two measured ones takes its score from one."""
+    seeded = [replace(m, seed=seed) for m in measurements for seed in range(1 if m.kind != "scored" else 9)]
+    row = next(r for r in summarise(seeded, SETTINGS, PROVENANCE) if Setting(*[r[k] for k in KEYS]) == HEAD)
+    assert foretell(seeded, HEAD).score_ci == pytest.approx(row["score_ci"])
+    assert candidates(Recorded(CONFIG, PROVENANCE, seeded, Plan((), 8, 4, 0)), 1.0)[0].score_ci == pytest.approx(
+        candidates(Recorded(CONFIG, PROVENANCE, measurements, Plan((), 8, 4, 0)), 1.0)[0].score_ci
+    )
+    assert foretell(measurements, HEAD.at_n(4)).score_ci == foretell(measurements, HEAD.at_n(3)).score_ci
+
+
+def test_a_stalled_prompt_moves_no_time_per_token(measurements) -> None:
+    first = next(m for m in measurements if m.kind == "timed" and m.setting.verifier == TARGET_ONLY)
+    stalled = [replace(m, time=m.time | {"target": 9.0}) if m is first else m for m in measurements]
+    for point in candidates(Recorded(CONFIG, PROVENANCE, stalled, Plan((), 8, 4, 0)), 1.0):
+        assert point.seconds_per_token * point.speedup == pytest.approx(STEP)
+
+
+def test_a_score_that_may_not_be_had_is_said(recorded) -> None:
+    point = choose(candidates(recorded, 1.0), Wish(min_quality=0.8))
+    assert "not certain: its interval reaches down to 0." in doubt(point, Wish(min_quality=0.8))
+    assert doubt(point, Wish(min_quality=point.score_ci[0])) == ""
+    assert doubt(point, Wish(speedup=2.0)) == ""
 
 
 def test_the_fastest_that_keeps_a_score_and_the_best_at_a_speed(recorded) -> None:

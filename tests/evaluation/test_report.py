@@ -163,6 +163,48 @@ def test_the_papers_tables_and_transfer(tmp_path: Path) -> None:
     assert "<h2>In the paper&#x27;s form</h2>" in to_html(blocks)
 
 
+def test_block_verification_of_a_head_is_not_taken_for_the_head(tmp_path: Path) -> None:
+    """It accepts blocks: no position's acceptance, no cell of the head's."""
+    blocks = [
+        replace(m, setting=replace(m.setting, verifier="block:head"), scores=[0.0] * len(m.scores))
+        for m in made_bench()
+        if m.setting.quality is not None
+    ]
+    one = write_bench(tmp_path / "shop" / "measurements.jsonl", [*made_bench(), *blocks])
+    other = write_bench(tmp_path / "tally" / "measurements.jsonl", made_bench(), task="tally", split="validation")
+    found = report_blocks(load_benches([one.parent, other.parent]))
+    items = [b.text for b in found if b.kind == "item"]
+    assert any(text.startswith("block:head") and "over target-only" in text for text in items)
+    assert not any(text.startswith("block:head") and "equal acceptance" in text for text in items)
+    text = to_markdown(found, [f"{i}.svg" for i in range(20)])
+    assert "80.00 % → 0.875 | head @ 0.5 |" in text
+    assert "| tally | 80.00 % → 0.875 | 80.00 % → 0.875 |" in text
+    assert "| trained on | shop | tally (validation) |" in text
+
+
+def test_two_heads_of_one_task_have_a_row_each(tmp_path: Path) -> None:
+    paths = [
+        write_bench(tmp_path / draft / task / "measurements.jsonl", made_bench(), task=task, draft=draft)
+        for draft in ("small", "smaller")
+        for task in ("shop", "tally")
+    ]
+    text = to_markdown(report_blocks(load_benches([p.parent for p in paths])), [f"{i}.svg" for i in range(20)])
+    for draft in ("small", "smaller"):
+        assert f"| tally (head, {draft}) | 80.00 % → 0.875 | 80.00 % → 0.875 |" in text
+
+
+def test_a_handful_of_prompts_supports_no_statement(tmp_path: Path) -> None:
+    few = [
+        replace(
+            m, **{k: getattr(m, k)[:5] for k in ("scores", "drafted", "accepted", "rejected", "target_calls", "tokens")}
+        )
+        for m in made_bench()
+        if m.kind == "scored"
+    ]
+    path = write_bench(tmp_path / "shop" / "measurements.jsonl", few, n=5, batch_size=5, timing_n=0, trace_n=0)
+    assert not [b for b in report_blocks(load_benches([path.parent])) if b.kind == "item"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
@@ -14,7 +14,7 @@ from diversed.evaluation import sweep as module
 from diversed.evaluation.rows import summarise
 from diversed.evaluation.settings import DRAFT_ONLY, RIVALS, TARGET_ONLY, Setting, load_verifier
 from diversed.evaluation.show import family, frontier_picture, frontier_table, with_interval, write_json
-from diversed.evaluation.sweep import Plan, header_of, sweep
+from diversed.evaluation.sweep import Measurement, Plan, header_of, read_measurements, sweep
 from diversed.tasks import load_task
 from diversed.verifiers import (
     BlockVerification,
@@ -125,9 +125,82 @@ def test_a_folder_of_another_run_is_refused(pair, task, tmp_path):
     path = tmp_path / "measurements.jsonl"
     path.write_text(json.dumps({"config": {"task": "tally"}}) + "\n")
     before = path.read_text()
-    with pytest.raises(ValueError, match=r"output_dir: .* belongs to another run .*task: tally there, shop now"):
+    with pytest.raises(ValueError, match=r"output_dir: .* belongs to another run .*task: 'tally' there, 'shop' now"):
         sweep(pair, task, PLAN, path=path)
     assert path.read_text() == before
+
+
+def test_a_line_that_was_cut_off_is_dropped_without_writing_the_others_anew(pair, task, tmp_path, monkeypatch):
+    path = tmp_path / "measurements.jsonl"
+    module.append_line(path, header_of(pair, task, PLAN))
+    module.append_line(path, {"planned": [], "further_seeds": []})
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"setting": {"verif')
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.Path, "write_text", full)
+    module.continue_file(path, header_of(pair, task, PLAN), replace(PLAN, settings=()))
+    assert path.read_bytes() == whole
+    foreign = b'{"config": {"task": "tally"}}\n{"cut'
+    path.write_bytes(foreign)
+    with pytest.raises(ValueError, match="belongs to another run"):
+        module.continue_file(path, header_of(pair, task, PLAN), PLAN)
+    assert path.read_bytes() == foreign  # somebody else's is not touched
+    path.write_bytes(b'{"cut')
+    assert module.continue_file(path, header_of(pair, task, PLAN), PLAN) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"stop_strings": ("x",)}, "stop_strings"), ({"score": max}, "score_function")],
+)
+def test_another_task_under_the_same_name_is_another_run(change, named, pair, task, tmp_path):
+    path = tmp_path / "measurements.jsonl"
+    module.continue_file(path, header_of(pair, task, PLAN), PLAN)
+    with pytest.raises(ValueError, match=f"belongs to another run .{named}: "):
+        module.continue_file(path, header_of(pair, replace(task, **change), PLAN), PLAN)
+
+
+def test_weights_are_told_apart_whatever_their_format(tmp_path):
+    for name in ("model.safetensors", "pytorch_model.bin", "model.gguf"):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert module.weights_in(folder) is None
+        (folder / name).write_bytes(b"a" * 10_000)
+        before = module.weights_in(folder)
+        (folder / name).write_bytes(b"b" * 10_000)
+        assert None is not before != module.weights_in(folder) == module.weights_in(folder / name)
+    assert module.weights_in(tmp_path / "user" / "repo") is None
+
+
+def test_a_head_that_was_changed_is_dropped_under_all_its_names(tmp_path):
+    def one(verifier: str, head: str, start: int = 0) -> Measurement:
+        counts = {k: [1] for k in ("drafted", "accepted", "rejected", "target_calls", "tokens")}
+        setting = Setting(verifier, 0.5)
+        return Measurement(setting, start, "scored", 0, scores=[1.0], **counts, time={}, head=head)
+
+    rows = [one("block:h", "old"), one("control:h", "old"), one("h", "old"), one("h", "new", 1), one("h", "new")]
+    path = tmp_path / "measurements.jsonl"
+    lines = [{"config": {"task": "shop"}}, *map(asdict, [*rows, one("h", "new")])]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_measurements(path).measurements
+    assert [(m.setting.verifier, m.start, m.head) for m in found] == [("h", 1, "new"), ("h", 0, "new")]
+
+
+@pytest.mark.parametrize("spec", ["transformers:beam", "transformers:assisted:2"])
+def test_a_setting_that_cannot_be_is_refused_before_anything_is_measured(spec, pair):
+    with pytest.raises(ValueError, match=f"verifier='{spec}'"):
+        Setting(spec).prepare(pair)
+
+
+def test_a_prompt_that_is_too_long_is_named_before_anything_is_measured(pair, task, tmp_path):
+    long = replace(task.examples[3], prompt="x " * 5000)
+    task = replace(task, examples=[*task.examples[:3], long, task.examples[4]])
+    with pytest.raises(ValueError, match=r"task='shop', test split, row 3: .*context holds"):
+        sweep(pair, task, PLAN, path=tmp_path / "measurements.jsonl")
+    assert not (tmp_path / "measurements.jsonl").exists()
 
 
 def test_a_full_disk_is_one_clear_error_and_keeps_what_was_measured(pair, task, tmp_path):

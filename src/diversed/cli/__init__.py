@@ -70,7 +70,7 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         notes.print(
-            "interrupted; what was done so far is kept: bench, eval and calibrate go on by the same command, train and "
-            "distill with --resume added"
+            "interrupted; what bench, eval and calibrate have measured is kept and the same command goes on from it, "
+            "train and distill go on with --resume added"
         )
         sys.exit(130)

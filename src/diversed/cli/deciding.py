@@ -10,7 +10,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from diversed.cli.measuring import of_the_run, run_sweep
+from diversed.cli.measuring import kept_beside, of_the_run, run_sweep
 from diversed.cli.options import (
     DataOption,
     DeviceOption,
@@ -83,6 +83,7 @@ def plan(
         candidates,
         choose,
         describe,
+        doubt,
         mixing,
     )
     from diversed.evaluation.show import number, with_interval, write_json
@@ -121,7 +122,7 @@ def plan(
     console.print(table)
     console.print(describe(chosen), soft_wrap=True, markup=False)
     mixed = mixing(chosen, recorded) if recorded is not None else ""
-    for note in filter(None, (advice(chosen, points), mixed)):
+    for note in filter(None, (doubt(chosen, wish), advice(chosen, points), mixed)):
         console.print(note, soft_wrap=True, markup=False)
     if json_file is not None:
         write_json([asdict(p) | {"chosen": p is chosen} for p in points], json_file)
@@ -168,10 +169,15 @@ def calibrate(
     from diversed.evaluation.sweep import Plan
     from diversed.verifiers.learned import head_folder
 
+    qualities = tuple(dict.fromkeys(quality or DIAL))
+    if timing_n < 1:
+        raise ValueError(f"timing_n={timing_n} leaves the speed unmeasured: time at least one prompt")
+    if len(qualities) < 2:
+        raise ValueError(f"quality: a calibration needs two settings of the dial or more, and got {len(qualities)}")
     target, draft, task, reward = of_the_run(head, target, draft, task, reward)
     folder = head_folder(head, "head")
     settings = [Setting(TARGET_ONLY, None, 0, temperature)]
-    settings += [Setting(str(folder), q, num_speculative_tokens, temperature) for q in quality or DIAL]
+    settings += [Setting(str(folder), q, num_speculative_tokens, temperature) for q in qualities]
     rows, _ = run_sweep(
         load_pair(target, draft, dtype, device),
         task,
@@ -181,7 +187,8 @@ def calibrate(
         reward=reward,
         data_dir=data_dir,
         output_dir=output_dir
-        or head / f"calibration-{Path(task).name}-{split}-T{temperature:g}-N{num_speculative_tokens}-seed{seed}",
+        or kept_beside(head)
+        / f"calibration-{Path(task).name}-{split}-T{temperature:g}-N{num_speculative_tokens}-seed{seed}",
         json_file=json_file,
         title=f"{task}, {split} split: {head}",
     )

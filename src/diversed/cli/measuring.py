@@ -174,7 +174,7 @@ def bench(
             tasks = [found]
     tasks = tasks or ["shop"]
     embedded = target is None and draft is None
-    seeds = seed or [0]
+    seeds = list(dict.fromkeys(seed or [0]))
     pair = load_pair(target, draft, dtype, device)
     rows: list[dict[str, Any]] = []
     for name in tasks:
@@ -254,10 +254,9 @@ def evaluate(
       diversed eval runs/train --n 1000 --timing-n 20
     """
     from diversed.evaluation.compare import by_setting, statements
-    from diversed.evaluation.settings import TARGET_ONLY, Setting, load_verifier
+    from diversed.evaluation.settings import TARGET_ONLY, Setting, head_of
     from diversed.evaluation.show import statement_table, write_json
     from diversed.evaluation.sweep import Plan
-    from diversed.verifiers import LearnedEnsemble
 
     target, draft, task, reward = of_the_run(run, target, draft, task, reward)
     head = str(run)
@@ -266,10 +265,9 @@ def evaluate(
     curve = [Setting(v, None, num_speculative_tokens, temperature) for v in ("lossless", *statics)]
     settings = [baseline, *curve]
     for spec in (head, *(verifier or [])):
-        learned = isinstance(load_verifier(spec), LearnedEnsemble)
-        for q in (quality or [0.9, 0.7, 0.5, 0.3, 0.1]) if learned else [None]:
+        for q in [None] if head_of(spec) is None else (quality or [0.9, 0.7, 0.5, 0.3, 0.1]):
             settings.append(Setting(spec, q, num_speculative_tokens, temperature))
-    folder = output_dir or run / f"eval-{Path(task).name}-{split}-T{temperature:g}-seed{seed}"
+    folder = output_dir or kept_beside(run) / f"eval-{Path(task).name}-{split}-T{temperature:g}-seed{seed}"
     plan = Plan(tuple(dict.fromkeys(settings)), batch_size, timing_n, seed)
     rows, measurements = run_sweep(
         load_pair(target, draft, dtype, device),
@@ -289,6 +287,11 @@ def evaluate(
     console.print(statement_table(found, len(measured[baseline].scores)))
     write_json([vars(f) | {"setting": vars(f.setting)} for f in found], folder / "statements.json")
     console.print(f"rows: {folder / 'rows.json'}   comparisons: {folder / 'statements.json'}   n = {rows[0]['n']}")
+
+
+def kept_beside(run: Path) -> Path:
+    """Where measurements of a run or a head go: not into a run's head/, which training replaces as a whole."""
+    return run.parent if run.name == "head" and (run.parent / "validation.jsonl").is_file() else run
 
 
 def of_the_run(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diversed.evaluation.compare import by_setting, mixture_in_time, paired_difference
-from diversed.evaluation.prediction import Foretold, costs_of, foretell, judged, target_step
+from diversed.evaluation.prediction import Foretold, costs_of, foretell, judged, score_of, target_seconds
 from diversed.evaluation.rows import setting_of, summarise
 from diversed.evaluation.settings import TARGET_ONLY, Setting
-from diversed.evaluation.statistics import mean_interval
 from diversed.evaluation.sweep import LONGEST_BLOCK, Measurement, Recorded
 from diversed.verifiers.calibration import Calibration
 
@@ -97,12 +97,11 @@ def calibrated(head: str, calibration: Calibration) -> list[Foretold]:
 def target_only(measurements: Sequence[Measurement], temperature: float) -> Foretold | None:
     """Not speculating, as a point beside the others."""
     setting = Setting(TARGET_ONLY, None, 0, temperature)
-    timed = [m for m in measurements if m.kind == "timed" and m.setting == setting]
-    step = target_step(measurements, temperature)
-    if step is None:
+    tokens = [t for m in measurements if m.kind == "timed" and m.setting == setting for t in m.tokens]
+    seconds = target_seconds(measurements, temperature, statistics.fmean(tokens)) if tokens else None
+    if seconds is None:
         return None
-    score, score_ci = mean_interval([s for m in judged(measurements, setting) for s in m.scores])
-    seconds = sum(m.seconds for m in timed) / sum(sum(m.tokens) for m in timed)
+    score, score_ci = score_of(judged(measurements, setting))
     return Foretold(setting, score, score_ci, 1.0, 1.0, (1.0, 1.0), seconds)
 
 
@@ -149,9 +148,7 @@ def describe(point: Foretold) -> str:
 def advice(point: Foretold, points: Sequence[Foretold]) -> str:
     """Whether to speculate at all."""
     fastest = max(points, key=lambda p: p.speedup)
-    lossless = max(
-        (p for p in points if p.setting.verifier in ("lossless", "block")), key=lambda p: p.speedup, default=None
-    )
+    lossless = max((p for p in points if p.setting.verifier == "lossless"), key=lambda p: p.speedup, default=None)
     if fastest.setting.verifier == TARGET_ONLY:
         return "Do not speculate: no verifier at any N is foretold to be faster than the target alone."
     if point.setting.verifier == TARGET_ONLY:
@@ -161,6 +158,17 @@ def advice(point: Foretold, points: Sequence[Foretold]) -> str:
     if lossless is not None and lossless.speedup < 1:
         return "Lossless speculation would be slower than the target alone here; only relaxed verification pays."
     return ""
+
+
+def doubt(point: Foretold, wish: Wish) -> str:
+    """One sentence where the score that was asked for lies within the interval of the point's: it may not be had."""
+    low, _ = point.score_ci
+    if wish.min_quality is None or low >= wish.min_quality:
+        return ""
+    return (
+        f"Whether it keeps a score of {wish.min_quality:g} is not certain: its interval reaches down to {low:.3f}. "
+        "More prompts (--n) would tell."
+    )
 
 
 def mixing(point: Foretold, recorded: Recorded) -> str:

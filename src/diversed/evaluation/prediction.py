@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from diversed.evaluation.settings import TARGET_ONLY, Setting
 from diversed.evaluation.statistics import Interval, mean_interval, percentile_interval, resamples
-from diversed.evaluation.sweep import LONGEST_BLOCK, Measurement
+from diversed.evaluation.sweep import LONGEST_BLOCK, Measurement, by_prompt
 from diversed.theory import Costs, speedup_with_prompt
 
 Floats = NDArray[np.float64]
@@ -83,8 +84,23 @@ def judged(measurements: Sequence[Measurement], setting: Setting) -> list[Measur
     mine = [m for m in measurements if m.setting.at_n(0) == setting.at_n(0)]
     # In batches of one the timed passes score as well.
     mine = [m for m in mine if m.kind == "scored"] or [m for m in mine if m.kind == "timed"]
-    apart = [abs(m.setting.num_speculative_tokens - setting.num_speculative_tokens) for m in mine]
-    return [m for m, distance in zip(mine, apart, strict=True) if distance == min(apart)]
+    wanted, there = setting.num_speculative_tokens, {m.setting.num_speculative_tokens for m in mine}
+    nearest = min(there, key=lambda n: (abs(n - wanted), n), default=wanted)
+    return [m for m in mine if m.setting.num_speculative_tokens == nearest]
+
+
+def score_of(measurements: Sequence[Measurement]) -> tuple[float, Interval]:
+    """Mean score and its interval, of prompts: one asked under several seeds counts once."""
+    return mean_interval([statistics.fmean(scores) for scores in by_prompt(measurements, "scores").values()])
+
+
+def target_seconds(measurements: Sequence[Measurement], temperature: float, tokens: float) -> float | None:
+    """Seconds per token of target-only decoding for answers of so many tokens, the prompt's share included: medians
+    over prompts, as speed-ups are. None where it was not timed."""
+    step = target_step(measurements, temperature)
+    baseline = Setting(TARGET_ONLY, None, 0, temperature)
+    prefill = [m.time["prefill"] / len(m.tokens) for m in measurements if m.kind == "timed" and m.setting == baseline]
+    return None if step is None else step + float(np.median(prefill)) / tokens
 
 
 @dataclass(frozen=True)
@@ -110,18 +126,17 @@ def foretell(measurements: Sequence[Measurement], setting: Setting, costs: Costs
     n = setting.num_speculative_tokens
     texts = traced(measurements, setting)
     costs = costs_of(measurements, setting) if costs is None else costs
-    step = target_step(measurements, setting.temperature)
     blocks = [b[n - 1] for m in texts if m.trace for b in m.trace["blocks"] if b is not None and n <= LONGEST_BLOCK]
     tokens = [t for m in texts for t in m.tokens]
-    if costs is None or step is None or not blocks or len(blocks) != len(tokens):
+    alone = target_seconds(measurements, setting.temperature, float(np.mean(tokens))) if tokens else None
+    if costs is None or alone is None or not blocks or len(blocks) != len(tokens):
         return None
     weights = resamples(len(tokens))
     b, t = np.array(blocks), np.array(tokens, dtype=float)
     mean_tokens, mean_blocks = weights @ t / len(t), weights @ b / len(t)
     drawn = speedup_with_prompt(mean_tokens, mean_blocks, n, costs)
     speed = speedup_with_prompt(float(t.mean()), float(b.mean()), n, costs)
-    score, score_ci = mean_interval([s for m in judged(measurements, setting) or texts for s in m.scores])
-    whole_step = step * (costs.target_prefill + float(t.mean())) / float(t.mean())  # its share of the prompt included
+    score, score_ci = score_of(judged(measurements, setting) or texts)
     return Foretold(
-        setting, score, score_ci, float(t.sum() / b.sum()), speed, percentile_interval(drawn), whole_step / speed
+        setting, score, score_ci, float(t.sum() / b.sum()), speed, percentile_interval(drawn), alone / speed
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from diversed.evaluation.rows import at_one_n, setting_of, summarise
 from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
 from diversed.evaluation.show import family, number
 from diversed.evaluation.sweep import PARTS, Recorded, Row, read_measurements
+
+FEWEST = 6  # prompts: fewer say nothing, and where all differ alike their interval would have no width
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def report_blocks(benches: Sequence[Bench]) -> list[Block]:
             "text",
             "Intervals are 95 %, over prompts. Acceptance is per examined position. Bias is the mean TV(nu, p) over "
             "positions of texts that follow nu. Speed-up is over target-only decoding in the same engine, one prompt "
-            "at a time, all settings taking turns on each prompt; its interval is a bootstrap over prompts. Predicted "
+            "at a time, all settings taking turns on each prompt: a median over prompts and its interval. Predicted "
             "÷ measured: theory on recorded texts and measured costs, against the clock.",
         ),
     ]
@@ -133,8 +136,8 @@ def plus_minus(value: float | None, interval: Sequence[float] | None, form: str 
     """The value and half the width of its interval."""
     if value is None:
         return "–"
-    half = "" if interval is None else f" ± {(interval[1] - interval[0]) / 2:{form}}"
-    return f"{value:{form}}{half}"
+    half = 0.0 if interval is None else (interval[1] - interval[0]) / 2
+    return f"{value:{form}} ± {half:{form}}" if interval is not None and math.isfinite(half) else f"{value:{form}}"
 
 
 def table_cells(row: Row) -> list[str]:
@@ -222,14 +225,16 @@ def statements_of(bench: Bench) -> tuple[list[str], int]:
     made = 0
     for setting, ours in measured.items():
         target = measured.get(Setting(TARGET_ONLY, None, 0, setting.temperature))
-        if target is not None and setting != target.setting and len(ours.scores) > 1:
+        if len(ours.scores) < FEWEST:
+            continue
+        if target is not None and setting != target.setting:
             made += 1
             gain, (low, high) = paired_difference(ours.scores, target.scores)
             if low > 0 or high < 0:
                 change = f"{gain:+.3f} {score} over target-only (95 %: {low:+.3f} to {high:+.3f})"
                 sentences.append(f"{label(setting)}: {change}")
         mixed = mixture_in_time(measured, times, times.get(setting, 0.0), setting.temperature)
-        if mixed is not None and setting.speculates and setting.verifier != "lossless" and len(ours.scores) > 1:
+        if mixed is not None and setting.speculates and setting.verifier != "lossless":
             made += 1
             gain, (low, high) = paired_difference(ours.scores, mixed.scores)
             if low > 0 or high < 0:
@@ -237,7 +242,7 @@ def statements_of(bench: Bench) -> tuple[list[str], int]:
                     f"{label(setting)}: {gain:+.3f} {score} over {MIXING} ({mixed.strict.verifier} and draft-only) at "
                     f"equal time {times[setting]:.3f} (95 %: {low:+.3f} to {high:+.3f})"
                 )
-        if setting.quality is None:
+        if setting.quality is None or is_block(setting.verifier):
             continue
         for name, curve in curves_at(measured, n, setting.temperature).items():
             against = gain_at_equal_acceptance(ours, curve) if name != family_of(setting) else None
@@ -262,13 +267,18 @@ def curves_at(measured: dict[Setting, Measured], n: int, temperature: float) -> 
         if (s.num_speculative_tokens, s.temperature) == (n, temperature)
         and s.speculates
         and m.acceptance is not None
-        and not s.verifier.startswith("block")
+        and not is_block(s.verifier)
     }
     ends = [m for s, m in here.items() if s.verifier == "lossless"]
     names = dict.fromkeys(family_of(s) for s in here if s.verifier != "lossless")
     curves = {name: ends + [m for s, m in here.items() if family_of(s) == name] for name in names}
     mixed = mixing_requests(ends, measured.get(Setting(DRAFT_ONLY, None, 0, temperature)))
     return curves | ({MIXING: mixed} if mixed else {})
+
+
+def is_block(verifier: str) -> bool:
+    """Whether verdicts fall on whole blocks: its acceptance is not one of positions."""
+    return verifier.partition(":")[0] == "block"
 
 
 def family_of(setting: Setting) -> str:
@@ -282,7 +292,7 @@ def chosen(bench: Bench, temperature: float) -> Row | None:
     measured = by_setting(recorded.measurements, kind=recorded.plan.judged)
     target = measured.get(Setting(TARGET_ONLY, None, 0, temperature))
     learned = [r for r in bench.rows if r["quality"] is not None and r["temperature"] == temperature]
-    learned = [r for r in learned if r["acceptance_rate"] is not None and r["trained_on"] is not None]
+    learned = [r for r in learned if is_head(r)]
 
     def keeps(row: Row) -> bool:
         ours = measured[setting_of(row)]
@@ -296,11 +306,22 @@ def chosen(bench: Bench, temperature: float) -> Row | None:
     return max(learned, key=lambda r: r["score"], default=None)
 
 
+def is_head(row: Row) -> bool:
+    """Whether it is a learned head that accepts positions."""
+    return row["trained_on"] is not None and row["acceptance_rate"] is not None and not is_block(row["verifier"])
+
+
 def arrow(row: Row | None) -> str:
     """The paper's form: acceptance → score."""
     if row is None or row["acceptance_rate"] is None:
         return "–"
     return f"{100 * row['acceptance_rate']:.2f} % → {row['score']:.3f}"
+
+
+def task_of(bench: Bench) -> str:
+    """The task, and its split where that is not the test's."""
+    c = bench.recorded.config
+    return str(c["task"]) if c.get("split", "test") == "test" else f"{c['task']} ({c['split']})"
 
 
 def paper_blocks(benches: Sequence[Bench]) -> list[Block]:
@@ -321,7 +342,8 @@ def paper_blocks(benches: Sequence[Bench]) -> list[Block]:
                 continue
             c = bench.recorded.config
             rows.append(
-                [c["task"], f"{t:g}", str(n), Path(c["draft"]).name, number(alone["score"] if alone else None, ".3f"),
+                [task_of(bench), f"{t:g}", str(n), Path(c["draft"]).name,
+                 number(alone["score"] if alone else None, ".3f"),
                  arrow(lossless[0] if lossless else None), arrow(best),
                  "–" if best is None else f"{best['verifier']} @ {best['quality']:g}"]
             )  # fmt: skip
@@ -337,26 +359,25 @@ def paper_blocks(benches: Sequence[Bench]) -> list[Block]:
 
 def transfer_blocks(benches: Sequence[Bench]) -> list[Block]:
     """Heads on tasks they were not trained on: train task by test task, at one quality."""
-    learned = [
-        r
-        for b in benches
-        for r in b.rows
-        if r["trained_on"] and r["quality"] is not None and r["acceptance_rate"] is not None
-    ]
-    trained = list(dict.fromkeys(r["trained_on"] for r in learned))
-    tested = list(dict.fromkeys(r["task"] for r in learned))
+    found = [(r, task_of(b), Path(b.recorded.config["draft"]).name) for b in benches for r in b.rows]
+    learned = [(r, task, draft) for r, task, draft in found if r["quality"] is not None and is_head(r)]
+    heads = dict.fromkeys((r["trained_on"], r["verifier"], draft) for r, _, draft in learned)
+    alike = [train for train, _, _ in heads]
+    names = {h: h[0] if alike.count(h[0]) == 1 else f"{h[0]} ({h[1]}, {h[2]})" for h in heads}
+    trained = list(dict.fromkeys(train for train, _, _ in heads))
+    tested = list(dict.fromkeys(task for _, task, _ in learned))
     if len(trained) < 2 and len(tested) < 2:
         return []
     blocks = [
         Block("heading", "Transfer"),
         Block("text", "Acceptance rate → score of heads (rows: the task they were trained on) on tasks (columns)."),
     ]
-    key = [(r["temperature"], r["num_speculative_tokens"], r["quality"]) for r in learned]
+    key = [(r["temperature"], r["num_speculative_tokens"], r["quality"]) for r, _, _ in learned]
     for t, n, quality in sorted(set(key)):
-        here = [r for r, k in zip(learned, key, strict=True) if k == (t, n, quality)]
-        cells = {(r["trained_on"], r["task"]): arrow(r) for r in here}
-        if len({train for train, _ in cells}) < 2 and len({test for _, test in cells}) < 2:
+        here = [x for x, k in zip(learned, key, strict=True) if k == (t, n, quality)]
+        cells = {((r["trained_on"], r["verifier"], draft), task): arrow(r) for r, task, draft in here}
+        if len({head[0] for head, _ in cells}) < 2 and len({task for _, task in cells}) < 2:
             continue
-        rows = [[train, *(cells.get((train, test), "–") for test in tested)] for train in trained]
+        rows = [[name, *(cells.get((head, task), "–") for task in tested)] for head, name in names.items()]
         blocks.append(Block("table", f"T {t:g}, N {n}, quality {quality:g}", ("trained on", *tested), rows))
     return blocks if len(blocks) > 2 else []

@@ -10,7 +10,7 @@ import numpy as np
 from diversed.evaluation.prediction import foretell, traced
 from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
 from diversed.evaluation.statistics import Interval, mean_interval, median_interval, ratio_interval
-from diversed.evaluation.sweep import PARTS, Kind, Measurement, Row, judged_kind
+from diversed.evaluation.sweep import PARTS, Kind, Measurement, Row, by_prompt, judged_kind
 
 
 def summarise(measurements: Sequence[Measurement], settings: Iterable[Setting], provenance: Row) -> list[Row]:
@@ -82,15 +82,6 @@ def row_of(measurements: Sequence[Measurement], setting: Setting, judged: Kind, 
         "seed": seeds if len(seeds) > 1 else seeds[0],
         "provenance": provenance,
     }
-
-
-def by_prompt(measurements: Sequence[Measurement], name: str) -> dict[int, list[float]]:
-    """A per-prompt list of measurements as {prompt: a value per seed}, in the order of prompts."""
-    found: dict[int, list[float]] = {}
-    for m in sorted(measurements, key=lambda m: m.start):
-        for i, value in enumerate(getattr(m, name), m.start):
-            found.setdefault(i, []).append(value)
-    return found
 
 
 def pooled(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float | None, Interval | None]:

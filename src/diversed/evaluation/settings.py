@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diversed.engine import ModelPair
+from diversed.engine.generate import check_fits
 from diversed.verifiers import (
     BlockVerification,
     Cactus,
@@ -214,10 +215,14 @@ class Setting:
             alone = replace(pair, target=pair.draft, target_name=pair.draft_name)
             return alone, common | {"num_speculative_tokens": 0}
         if self.is_peer:
+            if not self.verifier.startswith(ASSISTED) and self.verifier != PEER:
+                raise ValueError(f"verifier={self.verifier!r}: write {PEER}, {ASSISTED} or {ASSISTED}:0.7")
+            _ = self.assistant_weight  # raises where it is none
             return pair, common | {"num_speculative_tokens": self.num_speculative_tokens}
         verifier = load_verifier(self.verifier.removeprefix(CONTROL))
         if self.quality is not None:
             verifier = at_quality(verifier, self.quality, self.verifier)
+        check_fits(verifier, pair)
         if self.is_control:
             return pair, common | {"verifier": verifier, "num_speculative_tokens": 0, "bonus": "verifier"}
         return pair, common | {"verifier": verifier, "num_speculative_tokens": self.num_speculative_tokens}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,14 +18,16 @@ import transformers
 
 from diversed.engine import GenerationOutput, ModelPair, PromptCache, Trace, generate
 from diversed.evaluation.peers import generate_by_transformers
-from diversed.evaluation.settings import Setting, fingerprint, head_of
+from diversed.evaluation.settings import CONTROL, Setting, fingerprint, head_of
+from diversed.folders import differences
 from diversed.tasks import Task, judge, request
-from diversed.tasks.contract import digest
+from diversed.tasks.contract import check_prompts, digest, name_of
 from diversed.theory import expected_blocks
 
 Row = dict[str, Any]
 Kind = Literal["timed", "scored", "traced"]
 PARTS = ("prefill", "draft", "target", "verification", "rest")  # of the time; compiling happens once and is none
+WEIGHTS = (".safetensors", ".bin", ".gguf")
 LONGEST_BLOCK = 16  # traces foretell the number of target passes for every N up to this
 
 
@@ -104,6 +108,15 @@ class Measurement:
     @property
     def seconds(self) -> float:
         return sum(self.time[part] for part in PARTS)
+
+
+def by_prompt(measurements: Sequence[Measurement], name: str) -> dict[int, list[float]]:
+    """A per-prompt list of measurements as {prompt: a value per seed}, in the order of prompts."""
+    found: dict[int, list[float]] = {}
+    for m in sorted(measurements, key=lambda m: m.start):
+        for i, value in enumerate(getattr(m, name), m.start):
+            found.setdefault(i, []).append(value)
+    return found
 
 
 def measure(
@@ -193,6 +206,7 @@ def sweep(
     With ``path``, each measurement is appended to that JSONL file at once and what the file already holds is not
     measured again; the first line records the run's configuration, and another configuration is refused.
     """
+    check_prompts(pair, task)
     found = continue_file(path, header_of(pair, task, plan), plan) if path is not None else []
     # A head that was trained on since is another head, and measured anew.
     done = [m for m in found if m.setting not in plan.settings or m.head == fingerprint(m.setting.verifier)]
@@ -213,8 +227,10 @@ def sweep(
 
 
 def configuration(pair: ModelPair, task: Task, plan: Plan) -> Row:
-    """What must agree for two runs to be one: the pair, the task, batches, seed. Settings and seeds may be added."""
+    """What must agree for two runs to be one: the pair, the task, batches, seed; where speed is measured, the machine's
+    part in it. Settings and seeds may be added."""
     weights = {f"{role}_weights": weights_in(Path(getattr(pair, f"{role}_name"))) for role in ("target", "draft")}
+    machine = {"device": str(pair.target.device), "threads": torch.get_num_threads()}
     return {
         "target": pair.target_name,
         "draft": pair.draft_name,
@@ -223,26 +239,30 @@ def configuration(pair: ModelPair, task: Task, plan: Plan) -> Row:
         "n": len(task.examples),
         "examples": digest(task.examples),
         "score": task.score_name,
+        "score_function": name_of(task.score),
         "max_new_tokens": task.max_new_tokens,
+        "stop_strings": list(task.stop_strings),
         "batch_size": plan.batch_size,
         "timing_n": plan.timing_n,
         "trace_n": plan.trace_n,
         "seed": plan.seed,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "draft_dtype": str(pair.draft.dtype).removeprefix("torch."),
         **{name: found for name, found in weights.items() if found},
+        **(machine if plan.timing_n or plan.judged == "timed" else {}),
     }
 
 
-def weights_in(folder: Path) -> str | None:
-    """Which weights lie in a folder right now, as a draft may be trained further in place: a hash of samples of the
-    files. None where there are none, as for a Hub id."""
+def weights_in(place: Path) -> str | None:
+    """Which weights lie in a folder or file right now, as a draft may be trained further in place: a hash of samples of
+    the files. None where there are none, as for a Hub id."""
     content = hashlib.sha256()
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    files = [place] if place.is_file() else [f for f in sorted(place.glob("*")) if f.suffix in WEIGHTS]
     for path in files:
         size = path.stat().st_size
         with path.open("rb") as file:
-            for place in range(0, size, max(4096, size // 256)):
-                file.seek(place)
+            for start in range(0, size, max(4096, size // 256)):
+                file.seek(start)
                 content.update(file.read(256))
     return content.hexdigest()[:12] if files else None
 
@@ -263,17 +283,31 @@ def header_of(pair: ModelPair, task: Task, plan: Plan) -> Row:
     return {"config": config, "provenance": config | versions}
 
 
-def append_line(path: Path, row: Row) -> None:
-    """Add one JSON line. A full disk is one clear error; the lines before stay whole."""
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A full disk is one clear error."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        yield
     except OSError as error:
         raise ValueError(
             f"output_dir: cannot write {str(path)!r} ({error.strerror}). Free some space or choose another "
             "folder; what was measured so far is kept there and the same command goes on from it"
         ) from error
+
+
+def append_line(path: Path, row: Row) -> None:
+    """Add one JSON line; the lines before stay whole whatever happens."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def keep_first(path: Path, size: int) -> None:
+    """Cut a file's end off, which takes no room: written anew, it could lose more on a full disk."""
+    if path.exists() and path.stat().st_size > size:
+        with writing(path):
+            os.truncate(path, size)
 
 
 @dataclass
@@ -297,24 +331,28 @@ class Recorded:
 def continue_file(path: Path, header: Row, plan: Plan) -> list[Measurement]:
     """The measurements of a file to be gone on with, after noting in it what is planned now.
 
-    A last line that was cut off is dropped; a new file gets its header.
+    A last line that was cut off is dropped, where this is the run it belongs to; a new file gets its header.
     """
-    if path.exists():
-        whole, _, cut = path.read_text(encoding="utf-8").rpartition("\n")
-        if cut:
-            path.write_text(whole + "\n" if whole else "", encoding="utf-8")
-    if not path.exists() or not path.stat().st_size:
+    whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+    if not whole:
+        keep_first(path, 0)
         append_line(path, header)
     there = read_measurements(path)
     if there.config != header["config"]:
-        old, new = there.config, header["config"]
-        differs = ", ".join(f"{k}: {old.get(k)} there, {new[k]} now" for k in new if old.get(k) != new[k])
+        differs = differences(there.config, header["config"])
         raise ValueError(f"output_dir: {str(path)!r} belongs to another run ({differs}); choose another folder")
+    if whole:
+        keep_first(path, len(whole) + 1)
     settings = [s for s in plan.settings if s not in there.plan.settings]
     seeds = [s for s in plan.further_seeds if s not in there.plan.further_seeds]
     if settings or seeds:
         append_line(path, {"planned": [asdict(s) for s in settings], "further_seeds": seeds})
     return there.measurements
+
+
+def head_name(m: Measurement) -> str:
+    """The head behind a setting, whether it verifies positions or blocks or is sampled from."""
+    return m.setting.verifier.removeprefix(CONTROL).removeprefix("block:")
 
 
 def read_measurements(path: Path) -> Recorded:
@@ -353,8 +391,8 @@ def read_measurements(path: Path) -> Recorded:
             raise ValueError(
                 f"folder: {str(path)!r} holds results of two runs ({differs}): keep each run in its own folder"
             )
-    latest = {m.setting.verifier: m.head for m in found}  # a head that was trained on since is another head
-    found = [m for m in found if m.head == latest[m.setting.verifier]]
+    latest = {head_name(m): m.head for m in found}  # a head that was trained on since is another head
+    found = list({m.key: m for m in found if m.head == latest[head_name(m)]}.values())
     if not header:
         raise ValueError(f"folder: {str(path)!r} does not begin with a run's configuration: measure into a new folder")
     config: Row = header["config"]

@@ -6,9 +6,12 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diversed.engine import ModelPair
 
 RewardFunction = Callable[..., Sequence[float]]
 """TRL's contract: ``f(prompts, completions, **columns)`` returns a float per completion."""
@@ -61,6 +64,27 @@ def request(task: Task, examples: Sequence[Example]) -> dict[str, Any]:
     }
 
 
+def check_prompts(pair: ModelPair, task: Task, rows: Iterable[int] | None = None) -> None:
+    """Encode prompts of a task (``rows``; None: all) before anything is paid for: one that the engine refuses, being
+    too long say, would end a run midway and again at every resume.
+
+    Raises:
+        ValueError: a prompt will not do; names its row.
+    """
+    from diversed.engine.prompts import encode_prompts
+
+    for row in range(len(task.examples)) if rows is None else rows:
+        asked = request(task, [task.examples[row]])
+        try:
+            encode_prompts(pair, asked.get("prompts"), messages=asked.get("messages"))
+        except ValueError as error:
+            raise ValueError(f"task={task.name!r}, {task.split} split, row {row}: {error}") from None
+
+
+def name_of(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def text_of(completion: Any, stop_strings: Sequence[str] = ()) -> str:
     """The text of a completion in either form of TRL's contract: a string, or a list of messages (the last counts).
 
@@ -97,7 +121,7 @@ def judge(
         raise ValueError(f"completions: {len(completions)} given for {len(examples)} examples; give one each")
     if not examples:
         return []
-    title = f"{name} function {getattr(function, '__name__', type(function).__name__)!r}"
+    title = f"{name} function {name_of(function)!r}"
     given: dict[str, Any] = {key: [e.columns.get(key) for e in examples] for e in examples[:1] for key in e.columns}
     for example in examples:
         for key in example.columns.keys() - given.keys():  # rows of a file need not agree; TRL too fills in None

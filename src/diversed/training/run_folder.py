@@ -25,8 +25,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from diversed.folders import LOCK, sole_writer
-from diversed.training.settings import differences
+from diversed.folders import LOCK, differences, sole_writer
 
 Row = dict[str, Any]
 

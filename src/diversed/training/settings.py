@@ -124,10 +124,4 @@ class TrainSettings:
         return target_reward - self.tolerance * abs(target_reward)
 
 
-def differences(old: dict[str, object], new: dict[str, object]) -> str:
-    """Where two records disagree, in words; empty where they do not."""
-    keys = dict.fromkeys([*old, *new])
-    return ", ".join(f"{k}: {old.get(k)!r} there, {new.get(k)!r} now" for k in keys if old.get(k) != new.get(k))
-
-
 SETTING_NAMES = tuple(f.name for f in fields(TrainSettings))

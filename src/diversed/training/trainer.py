@@ -18,9 +18,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diversed.engine import ModelPair, PromptCache
-from diversed.engine.prompts import encode_prompts
-from diversed.tasks import RewardFunction, Task, judge, request
-from diversed.tasks.contract import digest
+from diversed.tasks import Task, judge
+from diversed.tasks.contract import check_prompts, digest, name_of
 from diversed.training import constrained, counterfactual, montecarlo, reinforce
 from diversed.training.regression import Labels
 from diversed.training.rollouts import Draws, Rollouts, complete, seed_of
@@ -130,7 +129,7 @@ def take_steps(run: Run, *, resume: bool, budget: float | None, trackers: str | 
     if trackers:
         plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in asdict(settings).items()}
         accelerator.init_trackers("diversed", config=plain)
-    check_prompts(run)
+    check_all_prompts(run)
     with torch.random.fork_rng(devices=[]):  # a hidden layer begins at random: by this run's seed alone
         torch.manual_seed(settings.seed)
         head = EnsembleHead(
@@ -201,19 +200,12 @@ def take_steps(run: Run, *, resume: bool, budget: float | None, trackers: str | 
     return Result(best_head, state.best, state.step, stopped, settings.floor(run.target["reward"]), run.folder)
 
 
-def check_prompts(run: Run) -> None:
-    """Encode every prompt that the run will meet before it pays for any: one that the engine refuses, being too long
-    say, would end it midway and again at every resume."""
+def check_all_prompts(run: Run) -> None:
+    """Every prompt that the run will meet, before it pays for any."""
     count, pool = run.settings.steps * run.settings.prompts_per_step, run.train.examples
     drawn = {drawn_at(run, i) for i in range(min(count, len(pool)))}
-    needed = sorted(drawn.union(range(min(NORMALISE_ON, len(pool)))))
-    for task, rows in ((run.train, needed), (run.validation, range(len(run.validation.examples)))):
-        for row in rows:
-            asked = request(task, [task.examples[row]])
-            try:
-                encode_prompts(run.pair, asked.get("prompts"), messages=asked.get("messages"))
-            except ValueError as error:
-                raise ValueError(f"task={task.name!r}, {task.split} split, row {row}: {error}") from None
+    check_prompts(run.pair, run.train, sorted(drawn.union(range(min(NORMALISE_ON, len(pool))))))
+    check_prompts(run.pair, run.validation)
 
 
 def due(settings: TrainSettings, step: int) -> bool:
@@ -255,10 +247,6 @@ def describe(run: Run) -> Row:
         "stop_strings": list(run.train.stop_strings),
         **flat(asdict(run.settings)),
     }
-
-
-def name_of(function: RewardFunction) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def flat(record: Row) -> Row:

@@ -18,6 +18,7 @@ from huggingface_hub import HfApi, PyTorchModelHubMixin
 from torch import Tensor, nn
 
 from diversed.verification import entropy, total_variation
+from diversed.verifiers.calibration import FILE as CALIBRATION
 from diversed.verifiers.calibration import Calibration, load_calibration
 from diversed.verifiers.ensemble import Ensemble, check_fraction, log_odds, scale_odds
 
@@ -290,6 +291,8 @@ class LearnedEnsemble(Ensemble):
         self.head.save_pretrained(folder, **kwargs)
         if self.calibration is not None:
             self.calibration.save(folder)
+        else:  # one that lies there was another head's
+            (Path(folder) / CALIBRATION).unlink(missing_ok=True)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | bool | None = None, **kwargs: Any
