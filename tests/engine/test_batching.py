@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from diversed import GenerationOutput, Lossless, ModelPair, StaticEnsemble, Verifier, generate
 from diversed.engine.decoder import Decoder
@@ -164,3 +166,21 @@ def test_a_prompt_given_several_times_is_read_once(monkeypatch: pytest.MonkeyPat
     assert read == [3]
     for i, which in enumerate(company):
         assert_same(together, i, run(pair, [which], verifier=StaticEnsemble(0.5)), 0)
+
+
+def test_threads_may_share_a_pair() -> None:
+    """Each call's numbers are its own, and the models are left as they were."""
+    target = tiny(eos_token_id=None)
+    pair = ModelPair(target, noisy(target, 0.1))
+    before = target.config._attn_implementation
+    prompts = [torch.tensor([[i + 6, i + 7, i + 8]]) for i in range(4)]
+
+    def answer(prompt: Tensor) -> list[list[int]]:
+        other = ModelPair(pair.target, pair.draft)  # as transformers' custom_generate makes one for every call
+        return generate(other, input_ids=prompt, temperature=0.0, max_new_tokens=30, num_speculative_tokens=3).token_ids
+
+    alone = [answer(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(answer, prompts)) == alone
+    assert target.config._attn_implementation == before

@@ -61,9 +61,15 @@ def test_greedy_requests_mean_what_they_mean_in_transformers(settings: dict[str,
     assert torch.equal(ours, theirs)
 
 
-def test_minimum_lengths_are_refused_where_padding_would_count() -> None:
-    with pytest.raises(ValueError, match="min_new_tokens"):
-        both(tiny(), pad_left(PROMPTS), min_new_tokens=5)
+def test_what_measures_a_row_is_refused_where_padding_would_count() -> None:
+    for settings in (
+        {"min_new_tokens": 5},
+        {"forced_eos_token_id": 5},
+        {"exponential_decay_length_penalty": (3, 1.5)},
+        {"begin_suppress_tokens": [7]},
+    ):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            both(tiny(), pad_left(PROMPTS), **settings)
 
 
 def test_sampling_is_the_same_request_and_reproducible() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from diversed import ModelPair, generate
 from diversed.engine.pair import split_gguf
+from models import character_tokenizer, tiny
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,14 @@ def test_a_real_gguf_file_answers(tmp_path):
     out = generate(pair, messages=chat, temperature=0, max_new_tokens=12, num_speculative_tokens=3)
     assert out.stats.acceptance_rate == 1.0
     assert "1." in out.texts[0]
+
+
+def test_added_tokens_behind_a_gap_belong_to_the_vocabulary():
+    tokenizer = character_tokenizer(size=32)
+    assert ModelPair(tiny(), tiny(), tokenizer).vocab_size == 32
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["vocab"]["<end>"] = 40
+    state["added_tokens"].append(state["added_tokens"][-1] | {"id": 40, "content": "<end>"})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token="<end>")
+    assert len(tokenizer) < 41
+    assert ModelPair(tiny(), tiny(), tokenizer).vocab_size == 41

@@ -166,3 +166,13 @@ def test_callback_and_streamer_receive_every_token_once_and_in_order(pair: Model
     assert streamer.received == [PROMPTS[0], *blocks]
     assert [token for block in blocks for token in block] == out.token_ids[0]
     assert streamer.ended
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_special_token_may_be_a_stop_string(pair: ModelPair, ignore_eos: bool) -> None:
+    """It decodes to nothing, so that it would never be found in the text."""
+    stopping = Stopping.of(pair, stop_strings=["<a>", "xy"], ignore_eos=ignore_eos)
+    a, x, y = pair.tokenizer.convert_tokens_to_ids(["<a>", "x", "y"])
+    assert stopping.cut([7], 1, [x, a, x]) == ([x, a], "stop")
+    assert stopping.cut([7], 1, [x, y, x]) == ([x, y], "stop")
+    assert stopping.text([x, a]) == "x"

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from diversed import GenerationOutput, Lossless, ModelPair, StaticEnsemble, Verifier, generate
-from models import noisy, pad_left, random_head, random_prompts, tiny
+from models import noisy, pad_left, random_head, random_prompts, table, tiny
 
 engine = importlib.import_module("diversed.engine.loop")
 
@@ -164,3 +164,21 @@ def test_a_grammar_that_ends_may_allow_nothing_after_the_end(pair: ModelPair) ->
         constrained = generate(pair, **prompts, **settings, logits_processor=[Ends()])
         assert "stop" in free.finish_reasons
         assert constrained.token_ids == free.token_ids
+
+
+@pytest.mark.parametrize("verifier", [Lossless(), StaticEnsemble(0.2)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_the_draft_does_not_have_may_be_all_that_is_allowed(verifier: Verifier, temperature: float) -> None:
+    """The draft then proposes something else and is refused; the request is answered as the target would."""
+
+    class Only(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            allowed = [5] if input_ids.shape[1] % 2 else [4, 5]
+            return scores.masked_fill(~torch.isin(torch.arange(scores.shape[1]), torch.tensor(allowed)), -torch.inf)
+
+    pair = ModelPair(table(torch.full((6, 6), 1 / 6)), table(torch.full((4, 4), 1 / 4)))
+    settings = {"temperature": temperature, "max_new_tokens": 6, "seed": 0, "logits_processor": [Only()]}
+    out = generate(pair, input_ids=torch.tensor([[1], [2]]), verifier=verifier, num_speculative_tokens=3, **settings)
+    assert out.stats.tokens == 12
+    assert all(token in (4, 5) for ids in out.token_ids for token in ids)
+    assert all(ids[0] == ids[2] == ids[4] == 5 for ids in out.token_ids)

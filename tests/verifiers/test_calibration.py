@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -97,3 +98,9 @@ def test_a_head_keeps_its_calibration_and_answers_wishes(tmp_path) -> None:
 def test_one_point_is_no_map() -> None:
     with pytest.raises(ValueError, match="two settings"):
         Calibration.of([point(0.5, 0.5, 0.5)], {})
+
+
+def test_a_setting_of_the_dial_counts_once():
+    point = CalibrationPoint(0.5, 0.8, 4.0, 0.5, 0.9, (0.8, 1.0))
+    with pytest.raises(ValueError, match="each setting of the dial once"):
+        Calibration.of([point, point, replace(point, quality=0.9)], {})

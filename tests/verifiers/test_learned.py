@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfApi
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diversed import EnsembleHead, LearnedEnsemble, Lossless
@@ -263,3 +263,20 @@ def test_a_calibrated_head_is_uploaded_with_its_calibration(monkeypatch: pytest.
     head.save_pretrained(tmp_path)
     assert sent == {"repo_id": "me/head", "commit_message": "first", "files": sorted(os.listdir(tmp_path))}
     assert "calibration.json" in sent["files"]
+
+
+def test_a_file_that_holds_another_models_tensors_is_no_head(tmp_path):
+    """Loaded leniently it would be a weight of one half everywhere."""
+    folder = tmp_path / "head"
+    LearnedEnsemble(EnsembleHead(4, 4)).save_pretrained(folder)
+    save_file({"lm_head.weight": torch.zeros(3, 3)}, folder / "model.safetensors")
+    with pytest.raises(RuntimeError, match="out"):
+        LearnedEnsemble.from_pretrained(folder)
+
+
+def test_a_calibration_does_not_outlive_its_head(tmp_path):
+    folder = tmp_path / "head"
+    LearnedEnsemble(EnsembleHead(4, 4)).save_pretrained(folder)
+    (folder / "calibration.json").write_text("{}")
+    LearnedEnsemble(EnsembleHead(4, 4)).save_pretrained(folder)
+    assert LearnedEnsemble.from_pretrained(folder).calibration is None

@@ -36,6 +36,10 @@ def test_environment_overrides_the_file(tmp_path):
     [
         ({"DIVERSED_DEFAULT_QUALITY": "high"}, "DIVERSED_DEFAULT_QUALITY='high' must be a number between 0 and 1"),
         ({"DIVERSED_MINIMUM_QUALITY": "7"}, "DIVERSED_MINIMUM_QUALITY='7'"),
+        (
+            {"DIVERSED_MINIMUM_QUALTY": "0.5"},
+            "DIVERSED_MINIMUM_QUALTY is no setting; there are DIVERSED_DEFAULT_QUALITY, ",
+        ),
         ({"DIVERSED_HEADS": "shop"}, "DIVERSED_HEADS='shop': write NAME=FOLDER"),
         ({"DIVERSED_PHASE": "never"}, "phase='never' is unknown"),
         ({"DIVERSED_STRICT": "maybe"}, "DIVERSED_STRICT='maybe' must be 1 or 0"),

@@ -58,6 +58,20 @@ def test_greedy_takes_the_look_up_at_weight_zero(llm):
     assert out[0] == out[1]
 
 
+def test_a_neighbour_at_the_end_of_its_context_leaves_the_others_text_alone(llm):
+    """vLLM then proposes nothing for the whole batch and puts token 0 in the drafts' place."""
+    from vllm import SamplingParams
+
+    relaxed = SamplingParams(temperature=1.0, max_tokens=96, extra_args={"diversed": {"verifier": "static:0"}})
+    to_the_end = SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True)
+    long = PROMPT + " nuts and 7 nuts. Ada has 12" * 20
+    tokenizer = llm.get_tokenizer()
+    long = tokenizer.decode(tokenizer.encode(long)[:246])
+    out = llm.generate([long, *[PROMPT] * 20], [to_the_end, *[relaxed] * 20], use_tqdm=False)
+    assert len(tokenizer.encode(long)) + len(out[0].outputs[0].token_ids) == 256
+    assert not [t for o in out[1:] for t in o.outputs[0].token_ids if t == 0]
+
+
 def test_what_needs_the_drafts_probabilities_is_refused(llm):
     with pytest.raises(ValueError, match="draft_sample_method"):
         run(llm, {"verifier": "fuzzy-tv:0.5"}, 1)

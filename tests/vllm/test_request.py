@@ -50,6 +50,12 @@ def test_silent_requests_take_the_default():
     assert parse({"quality": 1}, bounds) is None
 
 
+def test_a_request_that_names_a_head_or_a_weight_means_it_as_it_is():
+    bounds = Bounds(default_quality=0.3, minimum_quality=0.3, heads=HEADS.heads)
+    assert parse({"head": "shop"}, bounds).quality == 0.5
+    assert parse({"verifier": "static:0.4"}, bounds).value == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [

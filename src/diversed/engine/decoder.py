@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +12,18 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from diversed.engine.attention import NAME as GROUPED
 from diversed.engine.attention import grouped_attention
 from diversed.engine.cache import PromptCache, SlotCache, visible
 from diversed.engine.compiled import CompiledModel, capacity_for
 
 PREFILL_CHUNK = 1024  # prompt tokens per forward pass: bounds the memory of masks and activations
+_locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.Lock] = weakref.WeakKeyDictionary()
+
+
+def lock_of(model: PreTrainedModel) -> threading.Lock:
+    """One lock a model, whichever pairs it belongs to."""
+    return _locks.setdefault(model, threading.Lock())
 
 
 class Decoder:
@@ -107,12 +116,13 @@ class Decoder:
             seen.append(hidden.gather(1, rows))
             return (seen[0], *args[1:])
 
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
-        try:
-            with grouped_attention(self._config):
+        # Both change the model for everybody: calls from several threads wait for one another here.
+        with lock_of(self.model), grouped_attention(self._config):
+            hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
+            try:
                 logits = self.forward(tokens, slots, self.cache, self.cache.extent)
-        finally:
-            hook.remove()
+            finally:
+                hook.remove()
         return logits, seen[0]
 
     def _feed_compiled(self, compiled: CompiledModel, tokens: Tensor, at: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -232,7 +242,7 @@ def check_supported(model: PreTrainedModel, role: str) -> None:
             f"{role}: {name} has layers ({kinds}) whose cache cannot be rolled back after a rejected draft; "
             "use a model with full or sliding-window attention only"
         )
-    if config._attn_implementation not in ("sdpa", "eager"):
+    if config._attn_implementation not in ("sdpa", "eager", GROUPED):  # GROUPED: while another thread feeds it
         raise ValueError(
             f"{role}: attention implementation {config._attn_implementation!r} takes no explicit mask; "
             "load the model with attn_implementation='sdpa' or 'eager'"

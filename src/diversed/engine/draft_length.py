@@ -19,8 +19,9 @@ class DraftLength:
 
     With an acceptance rate a at every position, a block of n drafted tokens yields 1 + a + ... + a^n tokens for the
     time of n draft steps and one pass of the target over n + 1. The choice is the n with the most tokens a second,
-    0 included. It depends on earlier blocks alone, so that every drafted token is verified and the distribution of
-    the output is what it is at any fixed n.
+    0 included. It depends on earlier blocks alone, so that every drafted token is verified: at every position the
+    distribution is nu or, where no draft lies, the target's. Lossless, or with the bonus token from nu, that is what it
+    is at any fixed n; else the share of the target's positions goes with the choice, as it goes with a fixed n.
     """
 
     accepted: float = 2.0  # as if 3 drafted tokens had been seen and 2 had stayed

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
     GenerationConfig,
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
@@ -16,6 +18,7 @@ from transformers import (
     MinPLogitsWarper,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    SuppressTokensAtBeginLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -28,7 +31,13 @@ from diversed.engine.pair import ModelPair
 from diversed.verifiers import Verifier
 
 # Processors that measure a row with its padding, which the engine takes away.
-COUNT_PADDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
+COUNT_PADDING = (
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    SuppressTokensAtBeginLogitsProcessor,
+)
 WARPERS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -73,7 +82,8 @@ def custom_generate(
         padded = attention_mask is not None and not bool(attention_mask.all())
         if padded and any(isinstance(p, COUNT_PADDING) for p in logits_processor):
             raise ValueError(
-                "custom_generate: min_length and min_new_tokens take prompts of one length, without padding"
+                "custom_generate: min_length, min_new_tokens, forced_eos_token_id, begin_suppress_tokens and "
+                "exponential_decay_length_penalty take prompts of one length, without padding"
             )
         sampled = bool(config.do_sample)
         if sampled:

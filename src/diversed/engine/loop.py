@@ -269,7 +269,11 @@ def draft_block(draft: Decoder, active: list[Generating], n: int, settings: Sett
         logits, states = draft.feed(feed, at)
         draft.lengths = [length + count for length, count in zip(draft.lengths, counts, strict=True)]
         so_far = torch.stack(tokens, 1).tolist() if tokens and sampler.history else [[]] * len(active)
-        q, _ = sampler(logits, prefixes(active, so_far, settings, device, last_only=True))
+        q, allowed = sampler(logits, prefixes(active, so_far, settings, device, last_only=True))
+        if allowed is not None:
+            # Where the request allows only tokens that the draft does not have, it proposes what it would otherwise:
+            # the target's support rejects that.
+            q = torch.where(allowed.any(-1, keepdim=True), q, logits.softmax(-1))
         probs.append(q[:, 0])
         hidden.append(states[:, 0])
         if i < n:

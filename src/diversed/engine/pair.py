@@ -57,8 +57,10 @@ class ModelPair:
         rows = self.target.get_output_embeddings().out_features
         self._compiled: dict[int, CompiledModel] = {}
         self._draft_lengths: dict[Any, DraftLength] = {}
-        # Sizes are often padded for speed; rows beyond the tokenizer were never trained.
-        self.vocab_size = min(rows, len(self.tokenizer)) if self.tokenizer is not None else rows
+        # Sizes are often padded for speed; rows beyond the tokenizer were never trained. Added tokens may leave a gap.
+        tokenizer = self.tokenizer
+        known = rows if tokenizer is None else max(len(tokenizer), max(tokenizer.added_tokens_decoder, default=-1) + 1)
+        self.vocab_size = min(rows, known)
 
     @classmethod
     def from_pretrained(

@@ -42,7 +42,13 @@ class Stopping:
             raise ValueError("stop_strings needs a tokenizer and this pair has none")
         if "" in strings:
             raise ValueError("stop_strings holds an empty string, which would end every sequence at once: remove it")
-        return cls(frozenset([eos] if isinstance(eos, int) else eos), strings, tuple(criteria), pair.tokenizer)
+        ends = {eos} if isinstance(eos, int) else set(eos)
+        # Text is decoded without special tokens: one that is asked for as a string ends a sequence as a token.
+        if strings and pair.tokenizer is not None:
+            special = set(pair.tokenizer.all_special_tokens).intersection(strings)
+            ends |= {pair.tokenizer.convert_tokens_to_ids(s) for s in special}
+            strings = tuple(s for s in strings if s not in special)
+        return cls(frozenset(ends), strings, tuple(criteria), pair.tokenizer)
 
     def cut(self, ids: list[int], prompt_length: int, new: list[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens of ``new`` up to the one that ends the sequence, that one included, and whether it ended."""

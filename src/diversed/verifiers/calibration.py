@@ -43,6 +43,8 @@ class Calibration:
         if len(measured) < 2:
             raise ValueError(f"quality: a calibration needs two settings of the dial or more, and got {len(measured)}")
         points = sorted(measured, key=lambda p: p.quality)
+        if len({p.quality for p in points}) < len(points):
+            raise ValueError("quality: a calibration takes each setting of the dial once")
         times, scores = monotone([p.normalised_time for p in points]), monotone([p.score for p in points])
         rates = [-v for v in monotone([-p.acceptance for p in points])]
         lengths = [-v for v in monotone([-p.block_efficiency for p in points])]

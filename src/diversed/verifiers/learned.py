@@ -281,7 +281,7 @@ class LearnedEnsemble(Ensemble):
         """Load a head from a folder, a training run's folder or the Hub (``model.safetensors`` and ``config.json``)."""
         source = head_folder(source)
         with contextlib.redirect_stdout(io.StringIO()):  # the mixin announces itself where a command's text should be
-            head = EnsembleHead.from_pretrained(source, **kwargs)
+            head = EnsembleHead.from_pretrained(source, strict=True, **kwargs)
         where = {k: v for k, v in kwargs.items() if k in ("revision", "token", "cache_dir", "local_files_only")}
         calibration = load_calibration(source, **where)
         return cls(head.eval().requires_grad_(False), same_names=same_names, calibration=calibration)

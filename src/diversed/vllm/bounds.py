@@ -78,6 +78,9 @@ class Bounds:
             raise ValueError(f"{given} is unknown: use static:W with a weight between 0 and 1, or {known}")
 
 
+OTHERS = ("DIVERSED_CONFIG", "DIVERSED_METRICS_DIR", "DIVERSED_DATA")  # in the environment, and no bounds
+
+
 def read_bounds(environment: Mapping[str, str] = os.environ) -> Bounds:
     """The bounds that the environment describes.
 
@@ -85,19 +88,23 @@ def read_bounds(environment: Mapping[str, str] = os.environ) -> Bounds:
         ValueError: a file that cannot be read, an unknown key, or a value of the wrong kind; the key is named.
     """
     values: dict[str, Any] = {}
+    known = [f.name for f in dataclasses.fields(Bounds)]
+    names = [f"DIVERSED_{key.upper()}" for key in known]
+    for name in environment:  # a bound that is misspelt would not bind
+        if name.startswith("DIVERSED_") and name not in (*names, *OTHERS):
+            raise ValueError(f"{name} is no setting; there are {', '.join(names)} and DIVERSED_CONFIG")
     source = environment.get("DIVERSED_CONFIG")
     if source:
         try:
             values = tomllib.loads(Path(source).read_text())
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"DIVERSED_CONFIG={source!r} cannot be read ({error}). Give a TOML file") from error
-        known = [f.name for f in dataclasses.fields(Bounds)]
         for key in values:
             if key not in known:
                 raise ValueError(f"{source}: {key!r} is no setting; there are {', '.join(known)}")
     readers = {"heads": heads_of, "same_names": truth_of, "allow_synthetic": truth_of, "strict": truth_of}
     readers |= {"default_quality": number_of, "minimum_quality": number_of}
-    for key in (f.name for f in dataclasses.fields(Bounds)):
+    for key in known:
         read = cast(Callable[[str, Any], Any], readers.get(key, text_of))
         if (given := environment.get(f"DIVERSED_{key.upper()}")) is not None:
             values[key] = read(f"DIVERSED_{key.upper()}", given)

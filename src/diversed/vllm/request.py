@@ -72,9 +72,8 @@ def parse_relaxation(extra_args: Mapping[str, Any] | None, bounds: Bounds) -> Re
     if head is not None and verifier is not None:
         raise ValueError(f"diversed: head={head!r} and verifier={verifier!r} exclude each other: give one")
     spec = f"head:{head}" if head is not None else verifier if verifier is not None else _default(bounds)
-    # A head or a static weight without a quality is meant as it is, unless the operator says otherwise.
-    named = head is not None or verifier is not None
-    as_is = 0.5 if named and bounds.default_quality == 1 else bounds.default_quality
+    # A head or a static weight without a quality is meant as it is; the default is for requests that name neither.
+    as_is = bounds.default_quality if head is None and verifier is None else 0.5
     try:
         quality = check_fraction("quality", given.get("quality", as_is))
     except ValueError as error:

@@ -144,6 +144,11 @@ def make_served(vllm_config: Any, bounds: Bounds, device: torch.device) -> Serve
                 f"method={speculation.method!r}, draft_sample_method={speculation.draft_sample_method!r}. Start with "
                 '{"method": "draft_model", "draft_sample_method": "probabilistic", ...}, or without DIVERSED_HEADS'
             )
+        if getattr(speculation, "parallel_drafting", False):
+            raise ValueError(
+                "heads: learned heads look at the draft's hidden states one position after the other, and this server "
+                "drafts all positions at once: leave parallel_drafting out, or start without DIVERSED_HEADS"
+            )
         draft = speculation.draft_model_config
         heads = load_heads(
             bounds.heads,

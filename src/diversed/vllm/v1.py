@@ -45,8 +45,12 @@ class Adapter:
     tracker: PhaseTracker | None = None
     slots: dict[str, int] = field(default_factory=dict)  #: of requests whose phase matters
     free: list[int] = field(default_factory=list)
+    proposed: bool = False  #: in the step under way
     drafted: int = 0  #: positions written in the present block
     drafted_for: list[str] = field(default_factory=list)  #: request ids of the rows of draft_hidden
+    #: Requests whose latest drafts a proposer made. Where one of a batch has come near the context's end, vLLM proposes
+    #: nothing for any of them and puts token 0 in the drafts' place.
+    proposed_for: set[str] = field(default_factory=set)
     force_probs: bool = False  #: some request of the batch is relaxed
     hidden: Tensor | None = None  #: the target's hidden states of the step under way
 
@@ -58,10 +62,14 @@ class Adapter:
     def sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self.runner.execute_model_state
         self.hidden = None if state is None else state.sample_hidden_states
+        self.proposed = False
         try:
             return original(*args, **kwargs)
         finally:
             self.hidden = None
+            batch = set(self.runner.input_batch.req_ids)
+            kept = self.proposed_for & self.runner.requests.keys()
+            self.proposed_for = kept | batch if self.proposed else kept - batch
 
     def sample(self, original: Callable[..., Any], logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         relaxations = self.relaxations()
@@ -71,7 +79,9 @@ class Adapter:
         if spec_decode_metadata is None:
             out = original(logits, spec_decode_metadata)
         else:
-            token = STEP.set(self.step(relaxations, spec_decode_metadata, slots))
+            ids = self.runner.input_batch.req_ids
+            drafted = [r if i in self.proposed_for else None for i, r in zip(ids, relaxations, strict=True)]
+            token = STEP.set(self.step(drafted, spec_decode_metadata, slots) if any(drafted) else None)
             try:
                 out = original(logits, spec_decode_metadata)
             finally:
@@ -106,6 +116,7 @@ class Adapter:
 
     def propose(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.force_probs = any(self.relaxations())
+        self.proposed = True
         self.drafted = 0
         self.drafted_for = []
         try:

@@ -92,10 +92,11 @@ class Adapter:
     def sample_draft(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.draft_hidden is not None
         given = inspect.signature(original).bind(*args, **kwargs).arguments
+        step = given["draft_step"]
+        if isinstance(step, Tensor):
+            step = step.reshape(1)  # an index without dimensions would be read by the host, which waits for the device
         # Padded rows have index -1: the last slot, which is nobody's.
-        self.draft_hidden[given["idx_mapping"], given["draft_step"]] = given["hidden_states"].to(
-            self.draft_hidden.dtype
-        )
+        self.draft_hidden[given["idx_mapping"], step] = given["hidden_states"].to(self.draft_hidden.dtype)
         return original(*args, **kwargs)
 
 
