@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
+from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, is_block
 from diversed.evaluation.statistics import Interval, normal_interval, percentile_interval, ratio_interval, resamples
 from diversed.evaluation.statistics import mean_interval as interval_of_mean
 from diversed.evaluation.sweep import Kind, Measurement, by_prompt
@@ -197,8 +197,8 @@ def statements(measured: dict[Setting, Measured], baseline: Setting, curve: Sequ
             continue
         score, score_ci = interval_of_mean(m.scores.tolist())
         over, over_ci = paired_difference(m.scores, measured[baseline].scores)
-        block = setting.verifier.partition(":")[0] == "block"  # accepts blocks, and the curve positions
-        against = None if block else gain_at_equal_acceptance(m, [r for r in rivals if r.setting != setting])
+        others = [] if is_block(setting.verifier) else [r for r in rivals if r.setting != setting]
+        against = gain_at_equal_acceptance(m, others)
         gain, gain_ci = (None, None) if against is None else against
         found.append(Statement(setting, score, score_ci, m.acceptance, m.acceptance_ci, over, over_ci, gain, gain_ci))
     return found

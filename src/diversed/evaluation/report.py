@@ -21,7 +21,7 @@ from diversed.evaluation.compare import (
 from diversed.evaluation.pages import Block
 from diversed.evaluation.pictures import pictures_of
 from diversed.evaluation.rows import at_one_n, setting_of, summarise
-from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting
+from diversed.evaluation.settings import DRAFT_ONLY, TARGET_ONLY, Setting, is_block
 from diversed.evaluation.show import family, number
 from diversed.evaluation.sweep import PARTS, Recorded, Row, read_measurements
 
@@ -274,11 +274,6 @@ def curves_at(measured: dict[Setting, Measured], n: int, temperature: float) -> 
     curves = {name: ends + [m for s, m in here.items() if family_of(s) == name] for name in names}
     mixed = mixing_requests(ends, measured.get(Setting(DRAFT_ONLY, None, 0, temperature)))
     return curves | ({MIXING: mixed} if mixed else {})
-
-
-def is_block(verifier: str) -> bool:
-    """Whether verdicts fall on whole blocks: its acceptance is not one of positions."""
-    return verifier.partition(":")[0] == "block"
 
 
 def family_of(setting: Setting) -> str:

@@ -68,6 +68,11 @@ CONTROL = "control:"  # before a verifier's name: sample from its nu, one token 
 PEER, ASSISTED = "transformers", "transformers:assisted"  # generate() of transformers, as it is; ASSISTED:W blends
 
 
+def is_block(spec: str) -> bool:
+    """Whether a verifier's verdicts fall on whole blocks: its acceptance is then not one of positions."""
+    return spec.partition(":")[0] == "block"
+
+
 @functools.lru_cache(maxsize=64)
 def load_verifier(spec: str) -> Verifier:
     """A verifier from its name.
