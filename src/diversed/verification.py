@@ -19,6 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+FORBIDDEN = (
+    -1e30
+)  # processors forbid with -inf or with the smallest float of their dtype: both lie below, penalties above
+
 
 def verification_distribution(target_probs: Tensor, draft_probs: Tensor, weight: Tensor) -> Tensor:
     """The blend ``nu = w p + (1 - w) q``.

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-FORBIDDEN = -1e30  # processors forbid with -inf or with the smallest float of their dtype: both lie below this
+from diversed.verification import FORBIDDEN
 
 
 @dataclass

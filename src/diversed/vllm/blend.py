@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diversed.verification import mask_to_support, verification_distribution
+from diversed.verification import FORBIDDEN, mask_to_support, verification_distribution
 from diversed.verifiers import LearnedEnsemble
 from diversed.verifiers.ensemble import log_odds
 from diversed.vllm.request import RULES, Relaxation
 
-FORBIDDEN = -1e30  # vLLM forbids with -inf; penalties never come near
 MAX_ELEMENTS = 2**27  # of one [rows, V] temporary: memory that vLLM's profiling run does not see
 
 Agree = Callable[[Tensor], Tensor]  # makes tensor-parallel ranks share one weight

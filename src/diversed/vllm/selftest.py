@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diversed.verification import total_variation, verification_distribution
+from diversed.verification import FORBIDDEN, total_variation, verification_distribution
 from diversed.verifiers import LearnedEnsemble
 from diversed.vllm import v1, v2
 from diversed.vllm.bounds import Bounds
@@ -73,7 +73,7 @@ def expected_nu(case: Case, relaxation: Relaxation | None, heads: dict[str, Lear
         weight = heads[relaxation.name].at(quality=relaxation.quality).weight(p, q, *case.hidden)
     else:
         weight = torch.full((1,), relaxation.value, device=case.device)
-    nu = verification_distribution(p, q, weight)[0] * (case.target_logits[0] > -1e30)
+    nu = verification_distribution(p, q, weight)[0] * (case.target_logits[0] > FORBIDDEN)
     return nu / nu.sum()
 
 
