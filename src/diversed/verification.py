@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FORBIDDEN = (
-    -1e30
-)  # processors forbid with -inf or with the smallest float of their dtype: both lie below, penalties above
+# Logits below are forbidden: processors write -inf or the smallest float of their dtype, penalties never come near.
+FORBIDDEN = -1e30
 
 
 def verification_distribution(target_probs: Tensor, draft_probs: Tensor, weight: Tensor) -> Tensor:
